@@ -1,10 +1,10 @@
-"""A game over turns: find a number between 1 and 31 in six guesses, each answered by "higher" or "lower"."""
+"""A game over turns: find a number between 1 and 31 in ten guesses, each answered by "higher" or "lower"."""
 
 from __future__ import annotations
 
 from megatron_dapo.environments import Environment, Step
 
-HIGHEST, MOST_GUESSES = 31, 6
+HIGHEST, MOST_GUESSES = 31, 10
 
 
 class Guess(Environment):

@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
+from megatron_dapo.config import load_config
 from megatron_dapo.environments import Step
 from tools.make_agent_tasks import HIGHEST, MOST_GUESSES, NUM_BLIND_TURNS, NUM_HELDOUT, NUM_TRAIN, files
 
@@ -59,9 +61,9 @@ def test_the_game_rewards_what_its_answers_allow():
     assert guess("25") == Step("lower", reward=-1.0)
     assert guess("20") == Step(done=True, reward=1.0, correct=True, parts={"guesses": 6})
     guess = game(3)
-    for text in ("31", "30", "29", "28", "27"):
+    for text in ("31", "30", "29", "28", "27", "26", "25", "24", "23"):
         assert guess(text) == Step("lower", reward=0.0)
-    assert guess("28") == Step(done=True, reward=-1.0, correct=False, parts={"guesses": 6})
+    assert guess("28") == Step(done=True, reward=-1.0, correct=False, parts={"guesses": 10})
 
 
 def test_bisection_always_finds_the_number():
@@ -70,3 +72,20 @@ def test_bisection_always_finds_the_number():
         while not (step := guess(str((low + high) // 2))).done:
             low, high = ((low + high) // 2 + 1, high) if step.messages == "higher" else (low, (low + high) // 2 - 1)
         assert step.correct and step.parts["guesses"] <= 5
+
+
+def test_the_recipes_limits_hold_every_turn_of_the_game():
+    """Rows of sft that are longer than `data.max_prompt_tokens` are left out with only a warning."""
+    config = load_config(EXAMPLES / "guess" / "guess.toml").config
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+
+    def length_of(messages: list[dict]) -> int:
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    longest = max(length_of(row["prompt"]) for row in rows_of("guess/start.jsonl"))
+    guesses = [{"role": "assistant", "content": "31"}, {"role": "user", "content": "higher"}] * MOST_GUESSES
+    game_tokens = length_of([{"role": "user", "content": "Game 512. Guess a number from 1 to 31."}, *guesses])
+    assert longest <= config.data.max_prompt_tokens
+    assert MOST_GUESSES == config.environment.max_turns
+    assert game_tokens <= config.environment.max_context_tokens
+    assert MOST_GUESSES * config.environment.max_turn_tokens <= config.rollout.max_response_tokens
