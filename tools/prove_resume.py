@@ -3,6 +3,7 @@
 Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, a checkpoint every
 step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has beside the models:
 
+stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
 dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
@@ -53,11 +54,11 @@ group_size = 4
 max_response_tokens = 96
 slots_per_rank = 32
 {rollout}
-{algorithm}
 
 [training]
 mini_batch_prompts = 2
 micro_batch_tokens = 1024
+{algorithm}
 
 [optimizer]
 learning_rate = 1e-3
@@ -119,8 +120,10 @@ correction = "tis"
 GAMES = (ROOT / "tools" / "resume_proof" / "games.py").as_posix()
 CARRIED = "oversample = 2.0\nmax_staleness = 1\npartial_rollout = true"
 
-# Algorithm -> (further keys of [rollout], further sections).
+STREAM = 'stream = "mini_batches"\nshuffle = false\n\n[algorithm.off_policy]\ncorrection = "tis"'
+# Algorithm -> (further keys of [rollout], further keys of [training] and sections).
 ALGORITHMS = {
+    "stream": (CARRIED, STREAM),
     "episodes": (CARRIED, EPISODES.format(games=GAMES, name="Letters", max_turn_tokens=12)),
     "tools": (CARRIED, EPISODES.format(games=GAMES, name="Answers", max_turn_tokens=0)),
     "budget": ("budget = { enabled = true, min_size = 2, max_size = 12 }", ""),

@@ -30,6 +30,8 @@ GrpoStd = Literal["unbiased", "biased"]
 KlEstimator = Literal["k2", "k3"]
 RewardKlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "tis", "mis", "icepop"]
+Stream = Literal["off", "mini_batches"]
+OldLogprobs = Literal["snapshot", "rollout"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
@@ -509,9 +511,25 @@ class TrainingConfig(Section):
     shuffle: bool = True
     """Shuffle the responses of a rollout batch before they are split into mini-batches."""
 
+    stream: Stream = "off"
+    """mini_batches: train a mini-batch as soon as its groups are decided, in order of start, while the engines generate
+    the rest of the batch. The step is the same as with "off" under equal settings; engines on their own devices gain
+    time, others none. Each rank keeps a copy of its weights in host memory unless old_logprobs = "rollout"."""
+
+    old_logprobs: OldLogprobs = "snapshot"
+    """Denominator of the policy ratio. snapshot: the policy at the begin of the step, computed by the trainer. rollout: the
+    engine's log-probs, which saves a forward pass; the ratio then includes the mismatch between engine and trainer, and
+    the mismatch metrics are those of the step's first mini-batch."""
+
     max_consecutive_skips: PositiveInt = 3
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an
     error."""
+
+
+    @property
+    def streams(self) -> bool:
+        """True if mini-batches are trained while their batch is generated."""
+        return self.stream != "off"
 
 
 ValueLossName = Literal["squared", "clipped"]

@@ -512,6 +512,11 @@ class Config(Section):
         return self.mismatch.step0_max_mean_abs
 
     @property
+    def part_size(self) -> int:
+        """Groups that are handed to the trainer at once; 0: a whole batch."""
+        return self.training.mini_batch_prompts if self.training.streams else 0
+
+    @property
     def aggregation_length(self) -> int:
         return self.algorithm.loss.aggregation_length or self.rollout.max_response_tokens
 

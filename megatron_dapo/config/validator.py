@@ -34,6 +34,7 @@ from megatron_dapo.config.reward_schema import GOLD_PRESETS
 from megatron_dapo.config.rules import ConfigError, Violation, broken, broken_in_sections, fields_of, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds, Rule
+from megatron_dapo.config.stream_rules import STREAM_RULES
 from megatron_dapo.models.architecture import ModelArchitecture
 
 # Metrics that may select the best checkpoint.
@@ -63,7 +64,10 @@ def validate(
     found += broken_in_sections(config, outside.keys())
     facts = facts_of(config, processes - own)
     found += broken(
-        (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES, *ENVIRONMENT_RULES),
+        (
+            *(*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES),
+            *(*ENGINE_RULES, *ENVIRONMENT_RULES, *STREAM_RULES),
+        ),
         config,
         facts,
         outside.keys(),
@@ -259,7 +263,7 @@ RULES = (
         for when, instead in _USES_OF_HISTORY
     ),
     Rule(
-        'rollout.max_staleness == 0 or algorithm.off_policy.correction != "none"',
+        'rollout.max_staleness == 0 or algorithm.off_policy.correction != "none" or training.old_logprobs == "rollout"',
         'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
         when="algorithm.loss.needs_old_logprobs",
         path="rollout.max_staleness",

@@ -153,6 +153,25 @@ class TrainedModel:
         self.finish_steps()
         return named_local_parameters(self.chunks)
 
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        """Return a copy of this rank's parameters in host memory."""
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.named_local_parameters().items()}
+
+    @contextmanager
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Compute with `weights`, of `copy_weights`, inside the block. The optimizer's main params stay what they are."""
+        current = self.copy_weights()
+        self._put_weights(weights)
+        try:
+            yield
+        finally:
+            self._put_weights(current)
+
+    def _put_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_local_parameters().items():
+                parameter.copy_(weights[name])
+
     def finish_steps(self) -> None:
         """Gather the weights of the last step if `overlap_param_gather` left that to the next forward pass."""
         if self._gathers_are_due:

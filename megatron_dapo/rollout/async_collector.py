@@ -8,6 +8,10 @@ A collection may begin when the served version is at most `max_ahead`, the stale
 most that many batches are ahead, and the collector keeps every token within the bound. With max_ahead = 0 there is no
 thread: `next_batch` itself collects a batch, exactly as the collector does without this class.
 
+With training.stream, `next_batch` returns a batch in parts, each as soon as it is collected. With `overlaps`, the thread
+then collects the rest of a batch while its first parts are trained, and no further batch if max_ahead = 0. The parts
+handed out of an unfinished step count as untrained in `state_dict`: a resumed run trains the whole step again.
+
 The state says where the thread is. The main thread requests a pause, and the thread answers between two polls:
 
                   may collect a batch             pause requested           between two polls
@@ -76,6 +80,7 @@ class AsyncCollector:
             running (see `paused`). With max_ahead > 0, rollout.partial_rollout should be on; otherwise every weight
             update throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
+        overlaps: collect in the thread even if max_ahead = 0.
         timeout_s: the longest any call waits for a pause, for the thread to end, or for a batch without progress.
         recover_engines: called in the main thread about once a second while it waits for a batch. The thread is
             paused meanwhile, so the call may change the engine without another thread seeing it half done. Returns
@@ -96,11 +101,13 @@ class AsyncCollector:
         recover_engines: Callable[[], bool | None] | None = None,
         check_stop: Callable[[], None] = lambda: None,
         keep_stopped: bool = True,
+        overlaps: bool = False,
     ) -> None:
         if max_ahead < 0:
             raise ValueError(f"asynchronous collector: max_ahead = {max_ahead}, must be at least 0")
         self._collector = collector
         self._max_ahead = max_ahead
+        self._overlaps = overlaps or max_ahead > 0
         self._timeout_s = timeout_s
         self._recover_engines = recover_engines
         self._check_stop = check_stop
@@ -111,44 +118,55 @@ class AsyncCollector:
         self._state = State.WAITING
         self._resumed_state = State.WAITING  # the state to return to after a pause
         self._ready: deque[RolloutBatch] = deque()
-        self._num_groups = 0  # per batch
+        self._sizes = 0, 0  # groups of a batch and of a part
         self._version = -1  # policy version published last
         self._next_version = -1  # version that the next collected batch will train
         self._error: BaseException | None = None
         self._handed_out: RolloutBatch | None = None
+        self._step_parts: tuple[RolloutBatch, ...] = ()  # handed out of a batch that is not complete
 
     @property
     def generation_step(self) -> int:
         """The collector's generation step when the last returned batch was full."""
         return self._handed_out.generation_step if self._handed_out else self._collector.generation_step
 
-    def next_batch(self, num_groups: int) -> RolloutBatch:
-        """Return the batch for the policy version published last, waiting for it if necessary.
+    def next_batch(self, num_groups: int, part_size: int = 0) -> RolloutBatch:
+        """Return the batch for the policy version published last, waiting for it if necessary; or its next part, of
+        `part_size` groups. Once a part was handed out, a stop of the run waits for the end of the step.
 
         Raises the error of the collection or of check_stop, TimeoutError, or ValueError if batches collected ahead
         have another size.
         """
-        self._handed_out = self._take(num_groups) if self._max_ahead else self._collect_here(num_groups)
-        return self._handed_out
+        batch = self._take(num_groups, part_size) if self._overlaps else self._collect_here(num_groups, part_size)
+        with self._condition:
+            self._step_parts = () if batch.is_last else (*self._step_parts, batch)
+            self._condition.notify_all()
+        self._handed_out = batch
+        return batch
 
-    def _collect_here(self, num_groups: int) -> RolloutBatch:
-        begin = None if self._keep_stopped else self._collector.state_dict()
+    def _collect_here(self, num_groups: int, part_size: int) -> RolloutBatch:
+        begin = None if self._keep_stopped or self._step_parts else self._collector.state_dict()
 
         def look() -> None:
             try:
-                self._check_stop()
+                self._require_running()
             except BaseException:
                 if begin is None:
                     self._collector.hold()
                 self._begin = begin
                 raise
 
-        return self._collect(num_groups, None, look)
+        return self._collect((num_groups, part_size), None, look)
 
-    def _take(self, num_groups: int) -> RolloutBatch:
+    def _require_running(self) -> None:
+        """Raise if the run is asked to stop, unless a step was trained in part: it is finished first."""
+        if not self._step_parts:
+            self._check_stop()
+
+    def _take(self, num_groups: int, part_size: int) -> RolloutBatch:
         with self._condition:
             self._raise_error()
-            self._start(num_groups)
+            self._start(num_groups, part_size)
             if not self._ready and self._state is State.EXHAUSTED:
                 self._set(State.WAITING)  # prompts may have been requeued since
         self._wait_for_batch()
@@ -174,7 +192,7 @@ class AsyncCollector:
                 if time.monotonic() > deadline:
                     raise TimeoutError(self._describe("a rollout batch"))
             try:
-                self._check_stop()
+                self._require_running()
             except BaseException:
                 with self._pause():
                     self._collector.hold()
@@ -193,7 +211,7 @@ class AsyncCollector:
     def after_update(self, version: int) -> None:
         """Resume collecting with an engine that serves policy `version`: the same as before or the next one."""
         assert self._state is State.UPDATING, "after_update without before_update"
-        if self._max_ahead and self._version >= 0 and version - self._version not in (0, 1):
+        if self._overlaps and self._version >= 0 and version - self._version not in (0, 1):
             raise ValueError(
                 f"policy version went from {self._version} to {version}: batches were collected ahead for one version "
                 "after the other; publish each"
@@ -214,13 +232,13 @@ class AsyncCollector:
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent snapshot of the collector's state, even while a collection runs or after one failed.
 
-        Batches not yet returned are saved as if given back. Responses in flight are saved with the tokens up to their
-        last stop; call `close` first to save all tokens. For a stopped collection see `keep_stopped`.
+        Batches not yet returned, and the parts of a step under way, are saved as if given back. Responses in flight are
+        saved with the tokens up to their last stop; call `close` first to save all tokens. For a stopped collection see `keep_stopped`.
         """
         if self._begin is not None:
             return self._begin
         with self._pause(raise_error=False):
-            return self._collector.state_dict(untrained=list(self._ready))
+            return self._collector.state_dict(untrained=[*self._step_parts, *self._ready])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the collector's state. Call before the first batch."""
@@ -309,21 +327,22 @@ class AsyncCollector:
 
     # The thread
 
-    def _start(self, num_groups: int) -> None:
+    def _start(self, num_groups: int, part_size: int) -> None:
         if self._thread is None:
             assert self._version >= 0, "no policy was published yet: before_update and after_update come first"
-            self._num_groups = num_groups
+            self._sizes = num_groups, part_size
             self._thread = threading.Thread(target=self._run, name="collect-ahead", daemon=True)
             self._thread.start()
-        if num_groups != self._num_groups:
+        if (num_groups, part_size) != self._sizes:
             raise ValueError(
-                f"a batch of {num_groups} groups was requested, batches of {self._num_groups} are collected ahead"
+                f"a batch of {num_groups} groups was requested, batches of {self._sizes[0]} are collected ahead"
             )
 
     def _run(self) -> None:
         try:
             while (training_version := self._next_to_collect()) is not None:
-                self._enqueue(self._collect(self._num_groups, training_version, self._between_polls))
+                for part in self._parts_of_batch(training_version):
+                    self._enqueue(part)
         except _Closed:
             pass
         except BaseException as error:
@@ -333,6 +352,13 @@ class AsyncCollector:
             return
         with self._condition:
             self._set(State.CLOSED)
+
+    def _parts_of_batch(self, training_version: int) -> Iterator[RolloutBatch]:
+        is_last = False
+        while not is_last:
+            part = self._collect(self._sizes, training_version, self._between_polls)
+            is_last = part.is_last
+            yield part
 
     def _next_to_collect(self) -> int | None:
         """Wait until a batch may be collected; return the version it will train, or None at the end."""
@@ -356,7 +382,10 @@ class AsyncCollector:
     def _enqueue(self, batch: RolloutBatch) -> None:
         with self._condition:
             self._ready.append(batch)
-            self._next_version += bool(batch.groups)  # an empty batch trains nothing
+            if not batch.is_last:
+                self._condition.notify_all()
+                return
+            self._next_version += batch.ends_step  # an empty batch trains nothing
             following = State.EXHAUSTED if batch.should_stop else State.WAITING
             if self._state is State.COLLECTING:
                 self._set(following)
@@ -377,7 +406,8 @@ class AsyncCollector:
                 if self._state is State.CLOSING:
                     raise _Closed
                 if is_stopped:
-                    self._condition.wait_for(lambda: self._state is not State.COLLECTING)
+                    self._condition.wait_for(lambda: self._state is not State.COLLECTING or bool(self._step_parts))
+                    is_stopped = not self._step_parts
                     continue
             if not self._must_stop():
                 return
@@ -387,15 +417,16 @@ class AsyncCollector:
 
     def _must_stop(self) -> bool:
         try:
-            self._check_stop()
+            self._require_running()
         except Exception:
             return True
         return False
 
     def _collect(
-        self, num_groups: int, training_version: int | None, between_polls: Callable[[], None]
+        self, sizes: tuple[int, int], training_version: int | None, between_polls: Callable[[], None]
     ) -> RolloutBatch:
         start = time.perf_counter()
-        batch = self._collector.collect(num_groups, training_version, between_polls)
+        num_groups, part_size = sizes
+        batch = self._collector.collect(num_groups, training_version, between_polls, part_size)
         seconds = time.perf_counter() - start
         return replace(batch, generation_step=self._collector.generation_step, seconds=seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megatron_dapo.engines.base import PrefixReuse
@@ -16,9 +16,9 @@ Exhaustion = Literal["", "rounds", "prompts"]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups for one train step, in the order they were started.
+    """Groups for one train step, in the order they were started; with training.stream, those of one of its mini-batches.
 
-    Only rank 0 collects. The other ranks have `samples`, `should_stop` and `generation_step`.
+    Only rank 0 collects. The other ranks have `samples`, `should_stop`, `is_last` and `generation_step`.
     """
 
     groups: tuple[Group, ...]
@@ -26,12 +26,40 @@ class RolloutBatch:
     exhausted: Exhaustion = ""  # why there are fewer groups than requested
     should_stop: bool = False  # data is exhausted: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
+    is_last: bool = True  # False: a part that is trained while the rest of its batch is generated
+    num_before: int = 0  # groups in earlier parts of the batch
     filtered: tuple[Group, ...] = ()  # a few of those that were left out, for the records; not in a checkpoint
     # Circumstances of its collection, by which batches are not compared.
     generation_step: int = field(default=0, compare=False)  # rounds of generation begun when the batch was full
     seconds: float = field(default=0.0, compare=False)  # spent collecting it, during training or not, including pauses
     prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
     samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
+
+    @property
+    def ends_step(self) -> bool:
+        """True if the batch is complete with these groups, and not empty."""
+        return self.is_last and self.num_before + len(self.groups) > 0
+
+
+def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Return the batch whose parts these are; its statistics are those of the last part."""
+    return replace(
+        parts[-1],
+        groups=tuple(group for part in parts for group in part.groups),
+        num_before=0,
+        seconds=sum(part.seconds for part in parts),
+        prefix_reuse=sum((part.prefix_reuse for part in parts[1:]), parts[0].prefix_reuse),
+        samples=joined_samples([part.samples for part in parts]),
+    )
+
+
+def joined_samples(parts: Sequence[Sequence[TrainSample]]) -> list[TrainSample]:
+    """Return the samples of all parts; their groups are numbered through."""
+    found: list[TrainSample] = []
+    for samples in parts:
+        start = 1 + max((one.group_index for one in found), default=-1)
+        found += [replace(one, group_index=start + one.group_index) for one in samples]
+    return found
 
 
 @dataclass(frozen=True)

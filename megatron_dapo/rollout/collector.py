@@ -143,15 +143,21 @@ class Collector(ABC):
         return self._counters.train_step
 
     def collect(
-        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] | None = None
+        self,
+        num_groups: int,
+        training_version: int | None = None,
+        between_polls: Callable[[], None] | None = None,
+        part_size: int = 0,
     ) -> RolloutBatch:
-        """Return the next batch.
+        """Return the next batch, or its next part.
 
         Args:
             num_groups: size of the batch.
             training_version: the policy version that the batch will train; None means the one that the engine serves.
             between_polls: called after every poll, when everything is accounted for. It may call `hold` and wait; an
                 error that it raises ends the collection.
+            part_size: groups of a part, which is returned once they are decided; generation stands still between
+                calls. A batch ends with the part that `is_last`. 0: return whole batches.
 
         Raises ValueError for a version that the engine cannot sample for, and CollectionExhausted if
         rollout.on_exhausted is "error". No error loses anything: the next call, or a collector that loads the state,
@@ -160,7 +166,7 @@ class Collector(ABC):
         if num_groups < 1:
             raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
         self._between_polls = between_polls
-        return self._collect(num_groups, training_version)
+        return self._collect(num_groups, training_version, part_size)
 
     @abstractmethod
     def hold(self) -> None:
@@ -171,7 +177,7 @@ class Collector(ABC):
 
     @abstractmethod
     def give_back(self, batch: RolloutBatch) -> None:
-        """Undo the last `collect`, for a checkpoint taken before its batch was trained."""
+        """Undo the last `collect`, for a checkpoint taken before its batch was trained; of parts, the newest first."""
 
     @abstractmethod
     def accounting(self) -> PromptAccounting | ResponseAccounting:
@@ -189,8 +195,8 @@ class Collector(ABC):
         """Continue from `state`, in a collector that has nothing in flight."""
 
     @abstractmethod
-    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        """Return the next batch; see `collect`."""
+    def _collect(self, num_groups: int, training_version: int | None, part_size: int) -> RolloutBatch:
+        """Return the next batch or part; see `collect`."""
 
     @staticmethod
     @abstractmethod
@@ -205,12 +211,12 @@ class Collector(ABC):
 
     def _hand_out(self, batch: RolloutBatch) -> RolloutBatch:
         self._counters.num_trained += self._num_trained_by(batch)
-        self._counters.train_step += bool(batch.groups)
+        self._counters.train_step += batch.ends_step
         return batch
 
     def _take_back(self, batch: RolloutBatch) -> None:
         self._counters.num_trained -= self._num_trained_by(batch)
-        self._counters.train_step -= bool(batch.groups)
+        self._counters.train_step -= batch.ends_step
 
     def _counters_without(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
         """Return the counters as they were before `batches` were handed out."""
@@ -218,7 +224,7 @@ class Collector(ABC):
         return {
             **counters,
             "num_trained": counters["num_trained"] - sum(map(self._num_trained_by, batches)),
-            "train_step": counters["train_step"] - sum(bool(batch.groups) for batch in batches),
+            "train_step": counters["train_step"] - sum(batch.ends_step for batch in batches),
         }
 
 

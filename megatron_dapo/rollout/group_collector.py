@@ -22,6 +22,9 @@ batches; no more are started than those batches can train within max_staleness, 
 passed the filter. With partial_rollout, groups unfinished when the batch is complete are held and continue in the next
 collection; without it, the collection ends once they have ended. With max_staleness = 0 nothing can be carried over:
 the few surplus groups are dropped, finished or not, and their prompts are queued again.
+
+A batch may be handed out in parts (training.stream): each has the next groups in start order, once those before them are
+decided. So the parts of a batch have the same groups in the same order as the whole batch would.
 """
 
 from __future__ import annotations
@@ -107,6 +110,8 @@ class GroupCollector(Collector):
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # version that trains the batch being collected
         self._first_number = 0  # number of the first group that this collection starts
+        self._num_handed_out = 0  # groups in parts of the batch being collected
+        self._num_begun_earlier = 0  # of these, groups that an earlier collection started
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
         self._losses = inputs.losses
@@ -116,24 +121,33 @@ class GroupCollector(Collector):
 
     # Collecting
 
-    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
-        """Return exactly `num_groups` whole groups, or fewer if rounds or prompts run out."""
+    def _collect(self, num_groups: int, training_version: int | None, part_size: int) -> RolloutBatch:
+        """Return exactly `num_groups` whole groups, or fewer if rounds or prompts run out; or a part of them."""
+        if not self._num_handed_out:
+            self._begin(training_version)
+        num_left = num_groups - self._num_handed_out
+        size = min(part_size or num_left, num_left)
+        exhausted = self._fill(num_groups, size)
+        if exhausted:
+            return self._exhausted_batch(num_groups, exhausted)
+        if size < num_left:
+            return self._part(size)
+        if not self._rollout.partial_rollout and self._buffer.max_staleness:
+            while self._open:  # no group may be held
+                self._receive_and_report(num_groups)
+        return self._batch(num_groups, "")
+
+    def _begin(self, training_version: int | None) -> None:
+        """Begin the collection of a batch."""
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
         self._shown.clear()
-        self._num_up_to_kept = 0
+        self._num_up_to_kept = self._num_begun_earlier = 0
         self._keep_for(self._training_version)
         self._first_number = self._counters.num_started
         self._source.begin(self._training_version)
         self._counters.num_recent_decided *= _RECENT
         self._counters.num_recent_kept *= _RECENT
-        exhausted = self._fill(num_groups)
-        if exhausted:
-            return self._exhausted_batch(num_groups, exhausted)
-        if not self._rollout.partial_rollout and self._buffer.max_staleness:
-            while self._open:  # no group may be held
-                self._receive_and_report(num_groups)
-        return self._batch(num_groups, "")
 
     def hold(self) -> None:
         """See `Collector`. Keeps every unfinished response that may continue."""
@@ -153,16 +167,20 @@ class GroupCollector(Collector):
     def give_back(self, batch: RolloutBatch) -> None:
         """See `Collector`. The next call returns the batch's groups."""
         self._buffer.give_back(batch.groups)
+        if not batch.is_last:
+            self._num_handed_out = batch.num_before
+            self._num_begun_earlier -= self._count_begun_earlier(batch.groups)
         self._take_back(batch)
 
     @staticmethod
     def _num_trained_by(batch: RolloutBatch) -> int:
         return len(batch.groups)
 
-    def _fill(self, num_groups: int) -> Exhaustion:
-        """Generate until the groups decided in start order supply `num_groups`; return the reason if they cannot."""
+    def _fill(self, num_groups: int, size: int) -> Exhaustion:
+        """Generate until the groups decided in start order supply `size` of the batch's `num_groups`; return the reason if
+        they cannot."""
         exhausted: Exhaustion = ""
-        while not self._is_complete(num_groups):
+        while not self._is_complete(size):
             exhausted = self._start_groups(num_groups)
             if not self._at(GroupStage.IN_FLIGHT):
                 return exhausted
@@ -180,7 +198,7 @@ class GroupCollector(Collector):
     def _num_supplied(self, num_groups: int) -> int:
         """Return the number of groups that count towards the batch: those kept or, without a refill, those decided."""
         if self._rollout.dynamic_sampling == "hard":
-            return self._num_available()
+            return self._num_handed_out + self._num_available()
         return sum(self._builder.filter_decisions.values()) % num_groups
 
     def _receive_and_report(self, num_groups: int) -> None:
@@ -406,18 +424,41 @@ class GroupCollector(Collector):
     # The batch
 
     def _batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
-        """Hand out at most `num_groups` of the decided groups."""
-        taken = self._buffer.take(num_groups, self._training_version, self._first_open())
-        groups = sorted(taken, key=_group_id)
+        """Hand out the last of a batch's at most `num_groups` groups, and with them what the batch reports."""
+        groups = self._take(num_groups - self._num_handed_out)
         # The next batch is the earliest that can train what is left.
         self._keep_for(self._training_version + 1)
         self._finish_source()
-        num_begun_earlier = sum(int(group.group_id) < self._first_number for group in groups)
-        statistics = self._statistics(num_begun_earlier)
+        num_before, self._num_handed_out = self._num_handed_out, 0
         batch = RolloutBatch(
-            tuple(groups), statistics, exhausted, not groups, self._training_version, tuple(self._shown)
+            groups,
+            self._statistics(self._num_begun_earlier),
+            exhausted,
+            not num_before and not groups,
+            self._training_version,
+            num_before=num_before,
+            filtered=tuple(self._shown),
         )
         return self._hand_out(batch)
+
+    def _part(self, size: int) -> RolloutBatch:
+        """Hand out the next `size` groups of a batch that is not complete."""
+        num_before = self._num_handed_out
+        groups = self._take(size)
+        self._num_handed_out += len(groups)
+        version, empty = self._training_version, StatisticsBuilder().build()
+        return self._hand_out(
+            RolloutBatch(groups, empty, training_version=version, is_last=False, num_before=num_before)
+        )
+
+    def _take(self, size: int) -> tuple[Group, ...]:
+        """Remove at most `size` decided groups from the buffer and return them in start order."""
+        taken = self._buffer.take(size, self._training_version, self._first_open())
+        self._num_begun_earlier += self._count_begun_earlier(taken)
+        return tuple(sorted(taken, key=_group_id))
+
+    def _count_begun_earlier(self, groups: Sequence[Group]) -> int:
+        return sum(int(group.group_id) < self._first_number for group in groups)
 
     def _statistics(self, num_begun_earlier: int) -> CollectStatistics:
         return self._builder.build(
@@ -438,7 +479,9 @@ class GroupCollector(Collector):
             raise CollectionExhausted(shortage)
         if self._rollout.on_exhausted == "stop":  # kept groups stay in the buffer for a later run
             self._finish_source()
-            return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version, tuple(self._shown))
+            return RolloutBatch(
+                (), self._statistics(0), exhausted, True, self._training_version, filtered=tuple(self._shown)
+            )
         return self._batch(num_groups, exhausted)
 
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
@@ -456,7 +499,7 @@ class GroupCollector(Collector):
         is_partial_trained = self._rollout.on_exhausted == "train_partial"
         remedy += "" if is_partial_trained else ", or let rollout.on_exhausted train partial batches"
         return (
-            f"only {self._num_available()} of {num_groups} groups{' are trained' if is_partial_trained else ''}: {exhausted} are "
+            f"only {self._num_handed_out + self._num_available()} of {num_groups} groups{' are trained' if is_partial_trained else ''}: {exhausted} are "
             f"exhausted after {self._builder.num_started} groups ({counts}); {remedy}"
         )
 
@@ -464,7 +507,7 @@ class GroupCollector(Collector):
         in_flight = self._at(GroupStage.IN_FLIGHT)
         num_waiting = sum(not is_partial(held) for group in in_flight for held in group.completions.values())
         return CollectProgress(
-            num_accepted=min(num_groups, self._num_available()),
+            num_accepted=min(num_groups, self._num_handed_out + self._num_available()),
             num_groups=num_groups,
             num_in_flight=len(in_flight),
             num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
@@ -516,7 +559,7 @@ class GroupCollector(Collector):
         self._source.load_state_dict(state["source"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
-        self._open = {}
+        self._open, self._num_handed_out = {}, 0
         for value in state["open_groups"]:
             self._restore(open_group_from_json(value, self._prompts))
 

@@ -86,7 +86,7 @@ class WindowCollector(Collector):
 
     # Collecting
 
-    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+    def _collect(self, num_groups: int, training_version: int | None, part_size: int) -> RolloutBatch:
         """Return one window for each of num_groups x group_size responses, or for fewer if prompts run out.
 
         The batch's groups hold the responses worked on, so a group may lack some and appear again later. A collection

@@ -293,6 +293,11 @@ _STEP = [
         ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
     ),
     *_section(
+        "async",
+        ("trainer_idle", "fraction", "share of the step, without evaluation and checkpoint, that the trainer waits for responses"),
+        ("engine_idle", "fraction", "share of the step, without evaluation and checkpoint, without a collection under way"),
+    ),
+    *_section(
         "checkpoint",
         ("blocked_seconds", "s", "time for which the run waited for checkpoints since the row before"),
         (

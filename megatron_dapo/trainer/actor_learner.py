@@ -6,12 +6,14 @@
 
 The old log-probs of the first mini-batch come from its own training forward: the weights and numbers are the same, and
 one pass is saved. A loss whose ratio is to the rollout policy needs none, and all of these passes are saved.
+With training.stream, mini-batches arrive while earlier ones are trained: their old log-probs are computed with the weights that
+the step began with, which are kept in host memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,16 @@ class _PolicyMiniBatch(MiniBatch):
     correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class _Trained:
+    """What was trained of a rollout batch so far."""
+
+    mini_batches: list[_PolicyMiniBatch] = field(default_factory=list)
+    mismatch: list[MetricSums] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)  # sums over the tokens of all steps
+
+
 class PolicyLearner:
     """Trains the policy on rollout batches. All ranks of the policy call each method with the same samples."""
 
@@ -116,30 +128,65 @@ class PolicyLearner:
         """
         with self._phases.phase("advantages"):
             mini_batches = self.cut_batch(samples, train_step)
+        trained = _Trained(mini_batches)
         # The first optimizer step still sees the old policy, so it needs no pass ahead unless all samples come first.
-        ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
-        if not self._needs_old and mismatch_gate is None:
-            ahead = []
-        mismatch: list[MetricSums] = []
-        if ahead:
+        first = 0 if self._normalizes or mismatch_gate is not None else 1
+        self._look_ahead(mini_batches[first:], trained, mismatch_gate)
+        self._make_steps(mini_batches, trained, train_step)
+        return self._result(trained, train_step)
+
+    def learn_parts(
+        self, parts: Iterable[Sequence[TrainSample]], train_step: int, mismatch_gate: float | None = None
+    ) -> LearnResult:
+        """Train one mini-batch after another as `parts` yields their samples, in one pass.
+
+        Equals `learn` on all samples, but `mismatch_gate` sees only the first part.
+        """
+        trained = _Trained()
+        begin = self._copy_weights() if self._needs_old else {}
+        for samples in parts:
+            with self._phases.phase("advantages"):
+                mini_batches = self.cut_batch(samples, train_step)
+            trained.mini_batches += mini_batches
+            if trained.steps:
+                if self._needs_old:
+                    with self._models.on_device(POLICY, REFERENCE), self.actor.with_weights(begin):
+                        self._look_ahead(mini_batches, trained)
+            elif self._normalizes or mismatch_gate is not None:
+                self._look_ahead(mini_batches, trained, mismatch_gate)
+            self._make_steps(mini_batches, trained, train_step)
+        return self._result(trained, train_step)
+
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
+        with self._models.on_device(POLICY):
+            return self.actor.copy_weights()
+
+    def _look_ahead(
+        self, mini_batches: Sequence[_PolicyMiniBatch], trained: _Trained, mismatch_gate: float | None = None
+    ) -> None:
+        """Compute old log-probs before a step on the mini-batches is made, and check them against the gate."""
+        if mini_batches and (self._needs_old or mismatch_gate is not None):
             with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
-                for mini_batch in ahead:
-                    mini_batch.behavior = self._behavior_terms(mini_batch, mismatch)
+                for mini_batch in mini_batches:
+                    mini_batch.behavior = self._behavior_terms(mini_batch, trained.mismatch)
         # Check before any step: a wrong model must not be trained at all.
         if mismatch_gate is not None:
-            _check_mismatch(self._mismatch(mismatch), mismatch_gate)
-        totals: dict[str, float] = {}
-        steps: list[StepResult] = []
+            _check_mismatch(self._mismatch(trained.mismatch), mismatch_gate)
+
+    def _make_steps(self, mini_batches: Sequence[_PolicyMiniBatch], trained: _Trained, train_step: int) -> None:
         with self._phases.phase("train"), self._models.on_device(POLICY, REFERENCE, training=POLICY):
             # All epochs share the cut and the old log-probs, because the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
                 for mini_batch in mini_batches:
                     # Without old log-probs only the first step compares the engine with the weights that it sampled by.
-                    compared = mismatch if self._needs_old or not steps else []
-                    steps.append(self._step(mini_batch, train_step, compared))
-                    add_sums(totals, steps[-1].metrics)
+                    compared = trained.mismatch if self._needs_old or not trained.steps else []
+                    trained.steps.append(self._step(mini_batch, train_step, compared))
+                    add_sums(trained.totals, trained.steps[-1].metrics)
             self.actor.finish_steps()
-        return LearnResult(self.metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
+
+    def _result(self, trained: _Trained, train_step: int) -> LearnResult:
+        metrics = self.metrics(trained.totals, trained.steps, trained.mini_batches, trained.mismatch, train_step)
+        return LearnResult(metrics, len(trained.steps))
 
     def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:
         """Return the indices of the samples that this rank packs in `learn`; with `whole`, also in a full-batch pass.
@@ -187,7 +234,7 @@ class PolicyLearner:
 
     @property
     def _needs_old(self) -> bool:
-        return self._config.algorithm.loss.needs_old_logprobs
+        return self._config.algorithm.loss.needs_old_logprobs and self._config.training.old_logprobs == "snapshot"
 
     @property
     def _normalizes(self) -> bool:

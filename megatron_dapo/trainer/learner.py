@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from megatron_dapo.algorithms.value_advantages import estimate_value_advantages
 from megatron_dapo.config.algorithm_schema import AdvantageConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.response_tokens import receive_response_tokens
+from megatron_dapo.rollout.batch import joined_samples
 from megatron_dapo.trainer.actor_learner import LearnResult, PolicyLearner
 from megatron_dapo.trainer.critic_learner import CriticCounters, CriticLearner
 from megatron_dapo.trainer.offload import CRITIC, DeviceModels
@@ -83,6 +84,26 @@ class Learner(ABC):
         critic_metrics = self.train_critic(batch, train_step)
         result = self.train_actor(batch, train_step, mismatch_gate)
         return batch, self.finish(batch, result, critic_metrics, train_step)
+
+    def learn_parts(
+        self, parts: Iterable[Sequence[TrainSample]], train_step: int, mismatch_gate: float | None = None
+    ) -> tuple[EstimatedBatch, LearnResult]:
+        """Make the train step of `learn` on a batch whose parts arrive one by one (training.stream).
+
+        `mismatch_gate` sees only the first part.
+        """
+        assert isinstance(self.policy, PolicyLearner), "a critic's advantages are of whole batches"
+        seen: list[Sequence[TrainSample]] = []
+
+        def estimated() -> Iterable[list[TrainSample]]:
+            for samples in parts:
+                seen.append(samples)
+                yield self.estimate_advantages(samples).policy_samples
+
+        result = self.policy.learn_parts(estimated(), train_step, mismatch_gate)
+        # Advantages are within groups, so those of the whole batch are the parts'; its metrics are over all groups.
+        batch = self.estimate_advantages(joined_samples(seen))
+        return batch, self.finish(batch, result, {}, train_step)
 
     def share(self, samples: Sequence[TrainSample], train_step: int) -> tuple[set[int], set[int]]:
         """Return the indices of the samples that this rank packs in `train_step`, and of those that its part of the policy

@@ -5,7 +5,7 @@
       each train step:
         _generate         all ranks; rank 0: AsyncCollector.next_batch, the others serve in CollectiveEngine.run_on_rank0
                             waits for: verifiers to score enough groups        unblocked by: rank 0's broadcast of the batch
-        _learn            Learner.learn
+        _learn            Learner.learn; with training.stream, learn_parts, which calls _generate for each further part
           score             the critic's values, KL penalties
           estimate_advantages
           train_critic      waits for: all ranks of the critic, in collectives
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.checkpoints.save import IN_FLIGHT
 from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.rollout.batch import joined
 from megatron_dapo.telemetry.trend import TrendAlarm
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
@@ -48,6 +49,7 @@ from megatron_dapo.trainer.offload import POLICY
 from megatron_dapo.trainer.parity import Parity
 from megatron_dapo.trainer.recorder import Recorder, mismatch_alarm
 from megatron_dapo.trainer.rollout import CollectionEnded, Rollout, nothing_trained
+from megatron_dapo.types import TrainSample
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.watch.verdict import STEP
 
@@ -101,6 +103,7 @@ class TrainingLoop:
         self._saving_step = -1  # train step of the newest save that has started
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
         self._served_step = -1  # train step of the policy that the engines hold
+        self._step_parts: list[RolloutBatch] = []  # parts of the step that is being trained
         self._unrecorded: tuple[RolloutBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
 
     def run(self) -> str:
@@ -169,11 +172,27 @@ class TrainingLoop:
         """Train one batch."""
         self._wait_for_copy()
         gate = self._config.mismatch_gate if step == 0 else None
-        estimated, result = self._parts.learner.learn(batch.samples, step, gate)
+        learner = self._parts.learner
+        if batch.is_last:
+            estimated, result = learner.learn(batch.samples, step, gate)
+        else:
+            self._step_parts = [batch]
+            estimated, result = learner.learn_parts(self._streamed(), step, gate)
+            batch, self._step_parts = joined(self._step_parts), []
         self._watch_mismatch(result)
         # The engines' next policy version is the number of completed train steps.
         self._progress.train_step += 1
         self._unrecorded = batch, estimated, result
+
+    def _streamed(self) -> Iterator[Sequence[TrainSample]]:
+        """Yield the samples of the step's parts; each is generated once the one before it is trained."""
+        while True:
+            yield self._step_parts[-1].samples
+            if self._step_parts[-1].is_last:
+                return
+            part = self._generate()
+            assert part is not None, "a signal does not end a step that has begun"
+            self._step_parts.append(part)
 
     def _reason_to_end(self) -> str:
         run, progress = self._config.run, self._progress
@@ -195,7 +214,7 @@ class TrainingLoop:
         return TIME_USED_UP if 0 < run.max_train_seconds <= seen["seconds"] else ""
 
     def _generate(self) -> RolloutBatch | None:
-        """Return the next rollout batch, the same samples on every rank. None after a signal.
+        """Return the next rollout batch, or its next part, the same samples on every rank. None after a signal.
 
         Raises a collection's error once the state is saved, and NothingTrained if the first batch is empty.
         """
@@ -208,12 +227,14 @@ class TrainingLoop:
             batch, error = None, None
             try:
                 batch = self._parts.rollout.generate(
-                    self._config.rollout.prompts_per_step, lambda samples: learner.share(samples, step)
+                    self._config.rollout.prompts_per_step,
+                    lambda samples: learner.share(samples, step),
+                    self._config.part_size,
                 )
                 self._progress.generation_step = batch.generation_step
             except CollectionEnded as end:
                 self._progress.generation_step, error = end.generation_step, end.error
-            if batch is not None and not batch.samples and step == 0:
+            if batch is not None and not batch.samples and step == 0 and not self._step_parts:
                 self._record_filtered(batch)
                 recorder = self._parts.recorder
                 error = nothing_trained(batch, None if recorder is None else recorder.paths.filtered)
@@ -389,6 +410,12 @@ class TrainingLoop:
 
     def _save_after_failure(self) -> None:
         """Save the state after an error that left it consistent. If this fails too, log it and keep the first error."""
+        if self._step_parts:
+            logger.warning(
+                "no checkpoint: train step %d was trained in part; a resumed run repeats what follows step %d",
+                *(self._progress.train_step + 1, max(0, self.saved_step)),
+            )
+            return
         try:
             if self._unrecorded is not None:
                 self._record()

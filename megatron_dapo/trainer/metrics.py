@@ -62,6 +62,7 @@ def step_metrics(
         **absent,
         **learned,
         **throughput_metrics(rollout, times),
+        **idle_metrics(rollout.seconds, times),
         **process_metrics(times),
     }
 
@@ -350,6 +351,18 @@ def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[
         "throughput/generated_tokens_per_s": generated / max(times["generate"], batch.seconds, 1e-9),
         "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
         "throughput/generated_tokens": generated,
+    }
+
+
+def idle_metrics(collecting: float, times: Mapping[str, float]) -> dict[str, float]:
+    """Return the "async/" section: the share of a step that each side waits for the other.
+
+    `collecting`: seconds of the batch's collection, during earlier steps or not; `times` in seconds by phase.
+    """
+    step = max(training_seconds(times), 1e-9)
+    return {
+        "async/trainer_idle": min(1.0, times["generate"] / step),
+        "async/engine_idle": max(0.0, 1.0 - max(collecting, times["generate"]) / step),
     }
 
 

@@ -65,8 +65,9 @@ class Rollout:
         self._rewards_turns = rewards_turns
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
 
-    def generate(self, num_groups: int, share: Share) -> RolloutBatch:
-        """Return the next rollout batch, the same samples on every rank. The verifiers score responses as they finish.
+    def generate(self, num_groups: int, share: Share, part_size: int = 0) -> RolloutBatch:
+        """Return the next rollout batch, or its next part of `part_size` groups, the same samples on every rank. The
+        verifiers score responses as they finish.
 
         On a signal or an error of the collection itself, raises CollectionEnded on all ranks together, so that they can
         save.
@@ -74,7 +75,7 @@ class Rollout:
         Collective. Engines on the trainer's devices then sleep until the next weight sync. Tokens and log-probs reach
         every rank in chunks, and a rank keeps only those of the samples that `share` names; see `batch_header`.
         """
-        collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
+        collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups, part_size))
         facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
         self.sleep()
         if not isinstance(collected, RolloutBatch):
@@ -89,23 +90,24 @@ class Rollout:
         if self._engines.servers is not None:
             self._engines.servers.sleep()
 
-    def _collect(self, num_groups: int) -> RolloutBatch | Exception:
+    def _collect(self, num_groups: int, part_size: int) -> RolloutBatch | Exception:
         assert self._collector is not None, "rank 0 has the collector"
         try:
-            return self._collector.next_batch(num_groups)
+            return self._collector.next_batch(num_groups, part_size)
         except (CommandFailed, ServersFailed, TimeoutError):
             raise  # all ranks know of the first two; after the last one, ranks may be unreachable
         except Exception as end:  # such as a verifier's: the collected state is consistent, and all ranks can save
             return end
 
     def _agree(self, collected: RolloutBatch | Exception | None) -> dict[str, Any]:
-        """Return the batch's "should_stop" and "generation_step" on every rank. CollectionEnded without a batch."""
+        """Return the batch's "should_stop", "is_last" and "generation_step" on every rank. CollectionEnded without one."""
         facts = None
         if self._collector is not None:
             is_error = isinstance(collected, Exception)
             facts = {
                 "generation_step": self._collector.generation_step,
                 "should_stop": isinstance(collected, RolloutBatch) and collected.should_stop,
+                "is_last": not isinstance(collected, RolloutBatch) or collected.is_last,
                 "is_interrupted": isinstance(collected, Stopped),
                 "error": f"rollout rank 0 stopped: {type(collected).__name__}: {collected}" if is_error else "",
             }

@@ -26,7 +26,7 @@ CLOCK_KEYS = frozenset(
         *(name for name, metric in {**STEP_METRICS, **EVALUATION_METRICS}.items() if metric.unit == "s"),
     }
 )
-CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/", "nodes/")
+CLOCK_PREFIXES = ("time/", "checkpoint/", "memory/", "throughput/", "async/", "nodes/")
 COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared
 EXACT_IN_ANY_LAYOUT = frozenset({"train_step", "actor/learning_rate", "critic/learning_rate"})
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")

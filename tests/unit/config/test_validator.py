@@ -62,7 +62,21 @@ def punished(max_length: int) -> str:
 
 
 # The field to change, and the overrides that break one rule.
+STREAM = "training.stream=mini_batches training.shuffle=false"
 BROKEN = [
+    ("training.shuffle", "training.stream=mini_batches"),
+    ("training.epochs", f"{STREAM} training.epochs=2"),
+    ("training.mini_batch_prompts", f"{STREAM} rollout.prompts_per_step=4"),
+    ("algorithm.loss.aggregation", f"{STREAM} algorithm.loss.aggregation=rollout_token_mean"),
+    ("algorithm.advantage.name", f"{STREAM} algorithm.advantage.name=reinforce_baseline"),
+    ("rollout.budget.enabled", f"{STREAM} rollout.budget.enabled=true"),
+    ("rollout.dynamic_sampling", f"{STREAM} rollout.dynamic_sampling=soft"),
+    ("rollout.on_exhausted", f"{STREAM} rollout.on_exhausted=stop"),
+    ("rollout.replay_order", f"{STREAM} {STALE} rollout.oversample=2 rollout.replay_order=newest"),
+    ("sglang.placement", f"{STREAM} rollout.engine=sglang"),
+    ("algorithm.name", f"{STREAM} algorithm.name=vapo"),
+    ("algorithm.off_policy.correction", "training.old_logprobs=rollout algorithm.off_policy.correction=tis"),
+    ("training.old_logprobs", "training.old_logprobs=rollout algorithm.name=vapo"),
     ("training.mini_batch_prompts", "training.mini_batch_prompts=3"),
     ("training.micro_batch_tokens", "training.micro_batch_tokens=95"),
     ("rollout.group_size", "rollout.group_size=1"),
@@ -512,6 +526,7 @@ ALL_RULES = (
     *validator.PRECISION_ARCHITECTURE_RULES,
     *validator.CRITIC_RULES,
     *validator.ENGINE_RULES,
+    *validator.STREAM_RULES,
     validator.OWN_PROCESSES_RULE,
 )
 

@@ -3,6 +3,7 @@ reads nothing of a micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ class FakeActor(FakePolicy):
 
 
 def make_learner(
-    actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None, **training: int
+    actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None, **training: int | str
 ) -> PolicyLearner:
     off_policy = (correction or OffPolicyConfig()).model_dump()
     config = make_config(
@@ -81,6 +82,37 @@ def test_a_gate_looks_at_everything_before_anything_is_trained() -> None:
     with pytest.raises(RuntimeError, match="nats on the first batch"):
         make_learner(refused, epochs=1).learn(make_samples(4), train_step=0, mismatch_gate=0.4)
     assert "train" not in refused.calls
+
+
+def in_parts(samples: list[TrainSample], trained: FakeActor) -> Iterator[list[TrainSample]]:
+    """Yield two groups at a time, numbered anew; each part exists only after the one before was trained."""
+    for start in range(0, samples[-1].group_index + 1, 2):
+        assert trained.num_steps == start // 2
+        part = [one for one in samples if one.group_index in (start, start + 1)]
+        yield [replace(one, group_index=one.group_index - start) for one in part]
+
+
+@pytest.mark.parametrize("gate", [None, 0.6])
+@pytest.mark.parametrize("correction", [None, OffPolicyConfig(correction="tis", high=1.5)])
+def test_parts_are_trained_as_the_whole_batch(gate: float | None, correction: OffPolicyConfig | None) -> None:
+    whole, streamed = FakeActor(), FakeActor()
+    expected = make_learner(whole, 1, correction).learn(make_samples(6), 1, gate)
+    found = make_learner(streamed, 1, correction).learn_parts(in_parts(make_samples(6), streamed), 1, gate)
+    assert found == expected and streamed.ratios == whole.ratios
+    assert sorted(streamed.calls) == sorted(whole.calls) and streamed.calls[-1] == "train"
+    refused = FakeActor()
+    with pytest.raises(RuntimeError, match="nats on the first batch"):
+        make_learner(refused, 1).learn_parts(in_parts(make_samples(6), refused), 0, mismatch_gate=0.4)
+    assert refused.calls == ["logprobs"], "the gate looks at the first part"
+
+
+def test_ratios_can_be_against_the_engine_s_log_probs() -> None:
+    whole, streamed = FakeActor(), FakeActor()
+    expected = make_learner(whole, 1, old_logprobs="rollout").learn(make_samples(6), 1)
+    found = make_learner(streamed, 1, old_logprobs="rollout").learn_parts(in_parts(make_samples(6), streamed), 1)
+    assert found == expected and streamed.calls == whole.calls == ["train"] * 3, "no pass ahead"
+    assert whole.ratios == pytest.approx([torch.tensor(0.5 - step / 10).exp().item() for step in range(3)])
+    assert found.metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.5), "of the first step's policy"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,7 @@ class World:
             checkpoint=SimpleNamespace(interval=interval),
             rollout=SimpleNamespace(prompts_per_step=1),
             mismatch_gate=None,
+            part_size=0,
         )
         learner = SimpleNamespace(
             models=MODELS,
@@ -113,7 +115,7 @@ class World:
         yield
         self.phases.pop()
 
-    def _generate(self, num_groups: int, share: Any) -> RolloutBatch:
+    def _generate(self, num_groups: int, share: Any, part_size: int) -> RolloutBatch:
         found = self._batches.get(self.progress.train_step, batch())
         if isinstance(found, CollectionEnded):
             raise found
@@ -181,6 +183,57 @@ def test_what_was_collected_behind_a_checkpoint_is_kept_beside_it() -> None:
     assert world.calls == ["save 2", "saved 2", "keep 2"]
     world = World({2: CollectionEnded(1, None)}, interval=2)
     assert world.loop.run() == STOPPED_BY_SIGNAL and world.calls == ["save 2", "saved 2", "keep 2"]
+
+
+class PartedWorld(World):
+    """A loop whose batches come in three parts of one sample; `fail_at` (step, part) ends a collection with an error."""
+
+    def __init__(self, fail_at: tuple[int, int] = (-1, -1), **options: Any) -> None:
+        super().__init__({}, **options)
+        self.num_parts, self._fail_at = 0, fail_at
+        learner = self.loop._parts.learner
+        learner.learn = lambda *arguments: pytest.fail("a batch in parts is not trained as a whole")
+        learner.learn_parts = self._learn_parts
+
+    def _generate(self, num_groups: int, share: Any, part_size: int) -> RolloutBatch:
+        step, number = self.progress.train_step, self.num_parts % 3
+        if (step, number) == self._fail_at:
+            raise CollectionEnded(1, RuntimeError("the verifier is gone"))
+        self.num_parts += 1
+        self.calls.append(f"part {step}.{number}")
+        return replace(batch(), samples=[SimpleSample(0)], is_last=number == 2)
+
+    def _learn_parts(self, parts: Any, step: int, gate: float | None) -> tuple[list[Any], Any]:
+        for samples in parts:
+            assert self.phases == [] and len(samples) == 1
+            self.calls.append("trained")
+        return [], SimpleNamespace(metrics=GAP)
+
+
+@dataclass(frozen=True)
+class SimpleSample:
+    group_index: int
+
+
+def test_each_part_is_generated_when_the_one_before_is_trained() -> None:
+    world = PartedWorld(interval=3)
+    assert world.loop.run() == "finished"
+    step = [call for number in range(3) for call in (f"part 0.{number}", "trained")]
+    assert world.calls[:7] == [*step, "part 1.0"] and world.progress.num_samples == 12
+    assert [call for call in world.calls if call.startswith("save ")] == ["save 3", "save 4"]
+
+
+def test_a_step_trained_in_part_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    world = PartedWorld(fail_at=(2, 1), interval=2)
+    with pytest.raises(RuntimeError, match="the verifier is gone"):
+        world.loop.run()
+    assert {"part 2.0", "save 2"} <= set(world.calls) and "part 2.1" not in world.calls
+    assert [call for call in world.calls if call.startswith("save ")] == ["save 2"]
+    assert "train step 3 was trained in part; a resumed run repeats what follows step" in caplog.text
+    world = PartedWorld(fail_at=(2, 0), interval=0)
+    with pytest.raises(RuntimeError, match="the verifier is gone"):
+        world.loop.run()
+    assert "save 2" in world.calls, "between steps the state is whole"
 
 
 def test_servers_lost_for_good_leave_a_checkpoint_of_the_step_just_trained() -> None:
@@ -259,11 +312,11 @@ def test_a_replaced_directory_ends_the_run_at_the_next_step_and_nothing_is_saved
     world.files.hold(run)
     generate = world._generate
 
-    def unmount(num_groups: int, share: Any) -> RolloutBatch:
+    def unmount(num_groups: int, share: Any, part_size: int) -> RolloutBatch:
         if world.progress.train_step == 2:
             run.rename(tmp_path / "elsewhere")
             run.mkdir()
-        return generate(num_groups, share)
+        return generate(num_groups, share, part_size)
 
     world.loop._parts.rollout.generate = unmount
     with pytest.raises(DirectoryReplaced, match=f"{run} is another directory than before on "):

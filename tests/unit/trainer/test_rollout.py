@@ -158,7 +158,7 @@ def test_prompts_of_unequal_groups_count_alike() -> None:
     ],
 )
 def test_an_error_of_the_collection_reaches_all_ranks_where_they_can_save(error: Exception, is_shared: bool) -> None:
-    def fail(num_groups: int) -> None:
+    def fail(num_groups: int, part_size: int) -> None:
         raise error
 
     engine = SimpleNamespace(run_on_rank0=lambda body: body(), prefix_reuse=PrefixReuse())

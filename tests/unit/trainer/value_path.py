@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,15 @@ class FakePolicy:
 
     def finish_steps(self) -> None:
         """The weights are whole."""
+
+    def copy_weights(self):
+        return self.num_steps
+
+    @contextmanager
+    def with_weights(self, weights):
+        current, self.num_steps = self.num_steps, weights
+        yield
+        self.num_steps = current
 
     def forward_logprobs(self, micro_batches, temperature):
         self.calls.append("logprobs")
