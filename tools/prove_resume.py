@@ -15,6 +15,8 @@ tools     the same with a tool, which the base model calls
 
 --to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,
 counters and collector, saved again by that layout, are compared bit by bit.
+--engine-python .venv-sglang/bin/python lets SGLang servers generate the episodes. Their answers come at any time, so each killed
+run is compared with itself: each episode trained once, and no token sampled again that its checkpoint has.
 --set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
 offload models to host memory.
 """
@@ -25,12 +27,14 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.resume_proof.kill_points import ResumeProofSettings, prove_resume  # noqa: E402
+from tools.resume_proof.server_runs import prove_with_servers, server_overrides  # noqa: E402
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 NUM_TRAIN, NUM_HELD_OUT = 16, 4
@@ -162,6 +166,14 @@ def require_windows_once(samples: Path) -> int:
     return len(records)
 
 
+def with_servers(settings: ResumeProofSettings, python: Path, as_json: bool) -> int:
+    """Run the proof with servers and print its report; return the exit code."""
+    settings = replace(settings, overrides=(*server_overrides(python), *settings.overrides), run_timeout_s=1800.0)
+    report = prove_with_servers(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(report.to_json()) if as_json else f"{report.exact} of {report.points} points exact; {report}")
+    return 0 if report.exact == report.points else 1
+
+
 def main(arguments: list[str]) -> int:
     """Exit code 0: every point equals the uninterrupted run; 1: one does not."""
     parser = argparse.ArgumentParser(
@@ -180,9 +192,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe"
     )
+    parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang, for the algorithms episodes and tools")
     parser.add_argument("--output-dir", type=Path, help="keep the runs here; default: a temporary directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
+    if parsed.engine_python is not None and parsed.algorithm not in ("episodes", "tools"):
+        parser.error("--engine-python proves --algorithm episodes or tools")
     with tempfile.TemporaryDirectory(prefix="prove-resume-") as temporary:
         directory = parsed.output_dir or Path(temporary)
         settings = ResumeProofSettings(
@@ -195,6 +210,8 @@ def main(arguments: list[str]) -> int:
             seed=parsed.seed,
             to_layout=parsed.to_layout,
         )
+        if parsed.engine_python is not None:
+            return with_servers(settings, parsed.engine_python, parsed.json)
         report = prove_resume(settings, lambda line: print(line, file=sys.stderr, flush=True))
         num_windows = require_windows_once(directory / "reference" / "samples.jsonl")
         print(f"{num_windows} windows, each trained once", file=sys.stderr)
