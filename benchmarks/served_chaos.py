@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from episode_chaos import Every
-from served_episodes import CONTEXT, TINY
+from served_episodes import TINY
 
 from megatron_dapo.bridge.weight_sync import EngineState, EngineSyncReport, SyncReport
 from megatron_dapo.engines.base import PrefixReuse
@@ -113,7 +113,7 @@ def killed_server(python: Path, directory: Path) -> Iterator[KilledServer]:
         model_path=TINY.model,
         key_file=create_key(directory),
         log_dir=directory / "logs",
-        max_total_tokens=64 * CONTEXT,
+        max_total_tokens=TINY.in_flight * TINY.context,
         start_timeout_s=600.0,
     )
     started: list[SglangServer] = []

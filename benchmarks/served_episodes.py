@@ -39,9 +39,8 @@ from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-CONTEXT = 1024
 Work = Sequence[tuple[str, int]]  # of a program: the text that begins each turn's conversation, and its most tokens
-BEGIN = "You have tools that take a while to answer. Go on until they say that you are done. " * 16  # as long as tools' schemas
+BEGIN = "You have tools that take a while to answer. Go on until they say that you are done. "
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class ServedSize:
     dtype: str
     episodes: int
     turns: int
+    begin: str  # an episode's first message, which is about as long as tools' schemas
     turn_tokens: int  # of an episode's turn
     median_s: float  # median seconds of a step, as tools take
     sigma: float  # standard deviation of its logarithm
@@ -59,10 +59,13 @@ class ServedSize:
     single_turns: int  # of each program
     single_tokens: int  # of such a turn, at most; all lengths from 1 on are equally likely
     rounds: int  # of the endpoint and of the direct side, in turns
+    context: int = 1024
+    updates: int = 1  # in a play with updates
+    in_flight: int = 64  # requests at the server
 
 
-FULL = ServedSize(ROOT / "runs/models/smollm2", "bfloat16", 16, 5, 16, 0.2, 0.8, 64, 4, 11, 2)
-TINY = ServedSize(ROOT / "examples/quickstart/base_model", "float32", 6, 3, 8, 0.02, 0.5, 4, 2, 8, 1)
+FULL = ServedSize(ROOT / "runs/models/smollm2", "bfloat16", 16, 5, 16 * BEGIN, 16, 0.2, 0.8, 64, 4, 11, 2)
+TINY = ServedSize(ROOT / "examples/quickstart/base_model", "float32", 6, 3, 2 * BEGIN, 8, 0.02, 0.5, 4, 2, 8, 1)
 
 
 @dataclass
@@ -164,8 +167,8 @@ class Served:
 
 
 @contextmanager
-def served(size: ServedSize, python: Path) -> Iterator[Served]:
-    """Start a server of the model."""
+def served(size: ServedSize, python: Path, **fields: Any) -> Iterator[Served]:
+    """Start a server of the model. `fields`: of its settings."""
     inputs = read_model_inputs(size.model, trust_remote_code=False)
     template = prompt_template(DataConfig(), inputs.tokenizer, inputs.vocab_size)
     turns = TurnTemplate(template, inputs.stop_tokens.token_ids)
@@ -176,15 +179,18 @@ def served(size: ServedSize, python: Path) -> Iterator[Served]:
             key_file=create_key(Path(directory)),
             log_dir=Path(directory) / "logs",
             dtype=size.dtype,
-            max_running_requests=size.programs,
-            max_total_tokens=size.programs * CONTEXT,
-            context_length=CONTEXT,
-            start_timeout_s=600.0,
+            **{
+                "max_running_requests": size.in_flight,
+                "max_total_tokens": size.in_flight * size.context,
+                "context_length": size.context,
+                "start_timeout_s": 600.0,
+                **fields,
+            },
         )
         with started([settings]) as (server,):
             client = CountingClient(server.url, read_key(server.key_file))
             client.update_weight_version(0)
-            limits = SglangEngineSettings(client.max_length(), inputs.vocab_size, max_in_flight=size.programs)
+            limits = SglangEngineSettings(client.max_length(), inputs.vocab_size, max_in_flight=size.in_flight)
             with TimedEngine([client], limits) as engine:
                 engine.set_policy_version(0)
                 yield Served(server, client, engine, turns)
@@ -197,20 +203,25 @@ def measure_served(size: ServedSize, python: Path, parts: Sequence[str]) -> dict
         if "turns" in parts:
             result |= play_turns(size, one)
             result["cached_share"] = one.client.cached_share()
-            play_turns(size, one, with_update=True)
+            play_turns(size, one, size.updates)
             result["cached_share_with_update"] = one.client.cached_share()
         if "endpoint" in parts:
             result |= endpoint_against_direct(size, one)
     return {**result, "load": round(os.getloadavg()[0], 1)}
 
 
-def play_turns(size: ServedSize, one: Served, with_update: bool = False) -> dict[str, float]:
-    """Play episodes with tools; an update interrupts them once half of the turns are sampled."""
-    fields = {"median_s": size.median_s, "sigma": size.sigma, "turns": size.turns, "begin": BEGIN}
+def play_turns(
+    size: ServedSize, one: Served, num_updates: int = 0, kept: list[Completion] | None = None
+) -> dict[str, float]:
+    """Play episodes with tools; updates interrupt them, with equally many turns before, between and after them.
+
+    `kept` gets what was played.
+    """
+    fields = {"median_s": size.median_s, "sigma": size.sigma, "turns": size.turns, "begin": size.begin}
     sampling = SamplingParams(max_new_tokens=size.turns * size.turn_tokens + 1, stop_token_ids=one.turns.stop_token_ids)
     limits = EpisodeSettings(
-        CONTEXT - 8, 512, max_turns=size.turns + 1, max_turn_tokens=size.turn_tokens, order="arrival", parser="none",
-        on_cut="observe",
+        size.context - 8, size.context, max_turns=size.turns + 1, max_environments=size.episodes,
+        max_turn_tokens=size.turn_tokens, order="arrival", parser="none", on_cut="observe",
     )  # fmt: skip
     place = f"{waiting_environment.__file__}:Waiting"
     settings = WorkerSettings("environment", place, num_processes=2, episodes_per_process=size.episodes)
@@ -223,13 +234,15 @@ def play_turns(size: ServedSize, one: Served, with_update: bool = False) -> dict
         requests = {
             name: GenerationRequest(name, (), sampling, index, task=fields) for index, name in enumerate(names)
         }
+        made = 0
         started, before = time.monotonic(), one.engine.statistics.num_completions
         engine.submit(list(requests.values()))
         finished: list[Completion] = []
         while engine.num_unfinished:
             finished += engine.poll()
-            if with_update and 2 * (one.engine.statistics.num_completions - before) >= size.episodes * size.turns:
-                with_update = False
+            num_sampled = one.engine.statistics.num_completions - before
+            if made < num_updates and num_sampled * (num_updates + 1) >= (made + 1) * size.episodes * size.turns:
+                made += 1
                 finished += _interrupt(engine, one, requests)
         seconds = time.monotonic() - started
     one.engine.ready = None
@@ -237,6 +250,8 @@ def play_turns(size: ServedSize, one: Served, with_update: bool = False) -> dict
     ends = Counter(done.episode.end for done in finished if done.episode is not None)
     assert ends == {"done": size.episodes}, ends
     sampled = sum(done.num_sampled for done in finished)
+    if kept is not None:
+        kept += finished
     return {
         "engine_busy": round(ready.busy_seconds / ready.seconds, 4),
         "ready_share": round(ready.seconds / seconds, 4),
@@ -293,7 +308,7 @@ def single_turns(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[i
         requests.append(GenerationRequest(f"direct/{index}", prompt_ids, sampling, index))
     start = time.monotonic()
     one.engine.submit(requests)
-    num_tokens = sum(done.num_tokens for done in _drain(one.engine))
+    num_tokens = sum(done.num_tokens for done in drain(one.engine))
     return num_tokens, time.monotonic() - start, []
 
 
@@ -311,7 +326,7 @@ def programs(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[int, 
         step_seconds=600.0,
     )
     limits = EpisodeSettings(
-        CONTEXT - 8, 512, max_turns=size.single_turns + 1, max_turn_tokens=size.single_tokens, order="arrival", parser="none",
+        size.context - 8, 512, max_turns=size.single_turns + 1, max_turn_tokens=size.single_tokens, order="arrival", parser="none",
         on_cut="observe",
     )  # fmt: skip
     sampling = SamplingParams(
@@ -330,7 +345,7 @@ def programs(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[int, 
             time.sleep(0.05)
         start = time.monotonic()
         Path(directory, "go").touch()
-        finished = _drain(engine)
+        finished = drain(engine)
         seconds = time.monotonic() - start
     waits = []
     for done in finished:
@@ -339,7 +354,7 @@ def programs(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[int, 
     return sum(done.num_sampled for done in finished), seconds, waits
 
 
-def _drain(engine: RolloutEngine) -> list[Completion]:
+def drain(engine: RolloutEngine) -> list[Completion]:
     finished: list[Completion] = []
     while engine.num_unfinished:
         finished += engine.poll()

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/slot.py a [--json] [--save] [--budget-s 540] [--only resume,colocated] [--engine-python PATH]
     python benchmarks/gpu/slot.py b ...
+    python benchmarks/gpu/slot.py agents ...
 
 `a`: what a colocated run does on one GPU (servers as the layouts start them, sleep and wake, memory by process, the
 allocator, weight sync, resume). `b`: single questions (hardware queues, slots in GPU memory, experts under retraction,
-variants of the head and of the step) and the rest of the suite. A case is a program of this repository. Its figures are
+variants of the head and of the step) and the rest of the suite. `agents`: episodes with a tool. A case is a program of this repository. Its figures are
 printed with the expected range and its source; `!` marks those outside.
 
 A case begins only if its usual seconds on an H100 are left, and ends with the budget. Started again with `--save` and the
@@ -196,6 +197,19 @@ SLOTS: Mapping[str, Mapping[str, Case]] = {
         "layers": tests("tests/gpu/test_layers.py tests/gpu/test_attention.py -n 4", 110, 45, packages=TRAINER),
         "engine_memory": tests("tests/gpu/test_engine_memory.py", 60, 1, needs_engine=True),
         "head_suite": tests("tests/gpu/test_head.py -n 4", 120, 90),
+    },
+    "agents": {
+        "agents": Case(
+            ("benchmarks/gpu/agents.py", "--attention", "triton"),
+            240,
+            {
+                "episodes.engine_busy": Expected(0.9, 1.0, "0.997 on a CPU, benchmarks/README.md"),
+                "episodes.cached_share": Expected(0.95, 1.0, "0.965 on a CPU, benchmarks/README.md"),
+                "episodes.mismatch": Expected(0.0, 0.02, "0.020 between trainer and server, docs/gpu.md"),
+                "episodes.lost": Expected(0, source="an update parks episodes"),
+            },
+            needs_engine=True,
+        ),
     },
 }
 

@@ -99,6 +99,9 @@ BENCHMARKS: dict[str, Check] = {
     "gpu/slot.py a --only weight_sync": lambda r: (
         not r["failed"] and not r["not_run"] and "no CUDA device" in r["cases"]["weight_sync"]["skipped"]["gpu"]
     ),
+    f"gpu/agents.py --engine-python {ENGINE_PYTHON}": lambda r: (
+        (row := r["cases"]["episodes"])["lost"] == 0 < row["episodes_over_updates"] and row["mismatch"] < 1e-5 > row["mismatch_single"]
+    ),
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
 }
@@ -115,6 +118,10 @@ TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {
     "-m tools.make_smoke_model": ("$NEW --size tiny", "", lambda output, new: "Qwen2" in (new / "config.json").read_text()),
     "-m tools.make_smollm2": ("$NEW --source package", ".venv-smollm2", lambda output, new: "not the original weights" in output),
     "tools/kill_saves.py": ("--kills 8 --json", "", lambda output, new: json.loads(output)["wrong"] == 0),
+    f"tools/prove_resume.py --algorithm episodes --engine-python {ENGINE_PYTHON}": (
+        "--layout tp1 --set run.total_steps=3 --points 1 --json", "",
+        lambda output, new: json.loads(output)["exact"] == 1 and json.loads(output)["tokens_again"] == 0,
+    ),
     "tools/prove_resume.py": (
         "--layout pp2 --to-layout dp2 --points 1 --json", "", lambda output, new: json.loads(output)["equal"] == 1,
     ),
