@@ -36,7 +36,7 @@ SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-$(notdir $(LO
 SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
-TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py
+TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py tests/unit/ops/test_fused_checksum.py
 MODELOPT_TESTS := tests/unit/quantization
 # `make test` runs these with the megatron-core of the CUDA lock (test-megatron), all others with that of the CPU lock.
 MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)

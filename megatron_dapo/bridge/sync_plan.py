@@ -15,11 +15,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_dapo.bridge.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
-from megatron_dapo.reshard.checksum import signed, slice_checksum
+from megatron_dapo.reshard.checksum import signed
 from megatron_dapo.reshard.execution import Buffers
-from megatron_dapo.reshard.layout import Layout, PartialLayout, Shard, ShiftedLayout, TensorSpec, shard_view
+from megatron_dapo.reshard.layout import (
+    Layout,
+    PartialLayout,
+    Shard,
+    ShiftedLayout,
+    TensorSpec,
+    shard_view,
+    slice_view,
+)
 from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
@@ -28,6 +37,8 @@ from megatron_dapo.rounding import round_up
 
 DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of this size in shared memory
 _FORMAT_VERSION = 3  # part of the digest, so that ranks of two releases never agree by chance
+# A CPU's second-level cache holds such a piece as it is counted and as it is copied.
+_CACHED_BYTES = 1 << 20
 Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
@@ -224,44 +235,57 @@ class ExpectedChecksums:
     def __init__(self, plan: SyncPlan) -> None:
         self._plan = plan
         self._sums: dict[int, dict[str, int]] = {}
+        # Counted and not yet on the host: engine ranks, names of parameters, int64 [names]. Nothing waits for a device.
+        self._pending: list[tuple[tuple[int, ...], list[str], torch.Tensor]] = []
 
-    def add(self, engine_ranks: Sequence[int], chunk: Chunk, values: torch.Tensor) -> None:
-        """Count a chunk that goes to several alike engine ranks; `values` are in the engine's element type."""
-        shape = tuple(self._plan.engines.local_specs(engine_ranks[0])[chunk.name].shape)
+    def add(self, engine_ranks: Sequence[int], chunks: Mapping[Chunk, torch.Tensor]) -> None:
+        """Count chunks that go to several alike engine ranks; their values are in the engine's element types."""
+        if not chunks:
+            return
+        specs = self._plan.engines.local_specs(engine_ranks[0])
         # Weight by position in the whole parameter, so that the parts from many ranks add up modulo 2^64.
-        part = slice_checksum(values.reshape(chunk.bounds.shape), chunk.bounds, shape)
-        for engine_rank in engine_ranks:
-            sums = self._sums.setdefault(engine_rank, {})
-            sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
+        parts = [
+            CountedSlice(values.reshape(chunk.bounds.shape), chunk.bounds, tuple(specs[chunk.name].shape))
+            for chunk, values in chunks.items()
+        ]
+        self._pending.append((tuple(engine_ranks), [chunk.name for chunk in chunks], slice_sums(parts)))
 
     def add_plan(self, engine_rank: int, source: int, sources: Buffers) -> None:
         """Count everything that `source` would write into an engine rank, without buckets (for loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
         for bucket in self._plan.buckets(engine_rank):
-            for write in self._plan.writes(bucket, source):
-                self.add((engine_rank,), write.chunk, write.read(sources, specs[write.chunk.name].dtype))
+            writes = self._plan.writes(bucket, source)
+            self.add((engine_rank,), {w.chunk: w.read(sources, specs[w.chunk.name].dtype) for w in writes})
 
     def merge(self, other: ExpectedChecksums) -> None:
         """Add the counts of `other`, which must be for other engine ranks."""
-        assert not self._sums.keys() & other._sums.keys(), "an engine rank was counted twice"
-        self._sums.update(other._sums)
+        own, its = self._settled(), other._settled()
+        assert not own.keys() & its.keys(), "an engine rank was counted twice"
+        own.update(its)
+
+    def _settled(self) -> dict[int, dict[str, int]]:
+        """Return engine rank -> parameter -> sum, with one copy to the host of everything that was counted since."""
+        pending, self._pending = self._pending, []
+        if pending:
+            numbers = iter(torch.cat([sums for _, _, sums in pending]).tolist())
+            for engine_ranks, names, _ in pending:
+                for name in names:
+                    number = next(numbers)
+                    for engine_rank in engine_ranks:
+                        sums = self._sums.setdefault(engine_rank, {})
+                        sums[name] = signed(sums.get(name, 0) + number)
+        return self._sums
 
     def digests(self, engine_ranks: Sequence[int]) -> torch.Tensor:
         """Return one int64 per engine rank (`checksums_digest`), to be summed over trainer ranks."""
-        numbers = torch.zeros(len(engine_ranks), dtype=torch.int64)
-        for index, rank in enumerate(engine_ranks):
-            if rank in self._sums:
-                numbers[index] = checksums_digest(self._sums[rank])
-        return numbers
+        found = self._settled()
+        return torch.tensor([checksums_digest(found.get(rank, {})) for rank in engine_ranks], dtype=torch.int64)
 
     def vector(self, engine_ranks: Sequence[int]) -> torch.Tensor:
         """Return one int64 per parameter, engine rank by engine rank, to be summed over trainer ranks."""
+        found = self._settled()
         return torch.tensor(
-            [
-                self._sums.get(rank, {}).get(name, 0)
-                for rank in engine_ranks
-                for name in self._plan.parameter_names(rank)
-            ],
+            [found.get(rank, {}).get(name, 0) for rank in engine_ranks for name in self._plan.parameter_names(rank)],
             dtype=torch.int64,
         )
 
@@ -300,21 +324,47 @@ def write_chunks(
     """Write the chunks of trainer rank `source` into `data` (uint8, the bucket from byte `origin` on), cast to the
     engine's types.
 
-    Return the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
-    bucket is noticed like any later one. It counts them for `engine_ranks`, all ranks that will receive them (default:
-    the bucket's own).
+    Return the bytes written. `expected` counts the values that are read, not those in the bucket, so that a fault on
+    the way into the bucket is noticed like any later one. It counts them for `engine_ranks`, all ranks that will
+    receive them (default: the bucket's own).
     """
     specs, num_bytes = sync_plan.engines.local_specs(bucket.engine_rank), 0
+    engine_ranks = engine_ranks or (bucket.engine_rank,)
+    counted: dict[Chunk, torch.Tensor] = {}  # in one pass at the end
     for write in sync_plan.writes(bucket, source):
         chunk, dtype = write.chunk, specs[write.chunk.name].dtype
-        values = write.read(sources, dtype)
+        view = write.view(sources)
+        values = view.to(dtype)
         size = chunk.bounds.volume * dtype.itemsize
         start = chunk.byte_offset - origin
-        data[start : start + size].view(dtype).view(values.shape).copy_(values)
-        if expected is not None:
-            expected.add(engine_ranks or (bucket.engine_rank,), chunk, values)
+        target = data[start : start + size].view(dtype).view(chunk.bounds.shape)
+        for part, piece in _pieces(chunk, values.reshape(chunk.bounds.shape)):
+            local_view(target, chunk.bounds, part.bounds).copy_(piece)
+            if expected is None:
+                continue
+            if piece.is_cuda and values is view and not isinstance(sources, Fp8Weights):
+                counted[part] = piece
+            else:  # while a cache holds it, or before the memory of the cast is used again
+                expected.add(engine_ranks, {part: piece})
         num_bytes += size
+    if expected is not None:
+        expected.add(engine_ranks, counted)
     return num_bytes
+
+
+def _pieces(chunk: Chunk, values: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Cut a chunk into pieces that fit into a CPU's cache; on a device it is one piece."""
+    if values.is_cuda or values.nbytes <= _CACHED_BYTES:
+        yield chunk, values
+        return
+    for bounds in _cut(chunk.bounds, _CACHED_BYTES // values.dtype.itemsize):
+        yield chunk._replace(bounds=bounds), local_view(values, chunk.bounds, bounds)
+
+
+def local_view(values: torch.Tensor, bounds: Slice, part: Slice) -> torch.Tensor:
+    """Return the view of slice `part` of values that hold slice `bounds`."""
+    start = tuple(inner - outer for inner, outer in zip(part.offset, bounds.offset))
+    return slice_view(values, Slice(start, part.shape))
 
 
 def local_slice(shard: Shard, bounds: Slice, shape: Coordinates) -> Slice:

@@ -23,6 +23,7 @@ from sync_simulation import (
 
 from megatron_dapo.bridge.protocol import p2p_stream, peer_group
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup
+from megatron_dapo.bridge.transports import p2p
 from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -348,14 +349,17 @@ def test_bytes_from_a_stranger_are_never_served() -> None:
     engines = [PeerEngine(world.layout)]
     syncs = updates(world, engines)
     weights = world.weights(1)
-    strange = [*weights[:3], {name: tensor + 1 for name, tensor in weights[3].items()}]
-    real = P2PTransport._outgoing
+    real = p2p.send_buckets
 
-    def outgoing(self, engine, members, sources):
-        return real(self, engine, members, strange[self.rank])
+    def send_buckets(group, buckets, *others):
+        def strange():
+            for bucket in buckets:
+                yield replace(bucket, values={chunk: values + 1 for chunk, values in bucket.values.items()})
+
+        return real(group, strange() if group.rank == 3 else buckets, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(P2PTransport, "_outgoing", outgoing)
+        patch.setattr(p2p, "send_buckets", send_buckets)
         reports = update_all(syncs, 1, weights)
     assert all("differ from the trainer's" in report.failures[0] for report in reports)
     assert engines[0].is_paused

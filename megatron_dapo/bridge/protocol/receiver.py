@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from megatron_dapo.bridge.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.protocol.messages import (
     CHUNK_ALIGNMENT,
     Bucket,
@@ -25,7 +26,6 @@ from megatron_dapo.bridge.protocol.messages import (
     ParameterManifest,
     dtype_name,
 )
-from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.layout import slice_view
 from megatron_dapo.reshard.slices import Slice, intersect, uncovered, whole
 
@@ -237,8 +237,10 @@ class Receiver:
         return self.checksums()
 
     def checksums(self) -> dict[str, int]:
-        """Return `tensor_checksum` of every parameter."""
-        return {name: tensor_checksum(tensor) for name, tensor in self.parameters.items()}
+        """Return the checksum of every parameter, all computed before the device is waited for."""
+        shapes = [tuple(tensor.shape) for tensor in self.parameters.values()]
+        parts = [CountedSlice(tensor, whole(shape), shape) for tensor, shape in zip(self.parameters.values(), shapes)]
+        return dict(zip(self.parameters, slice_sums(parts).tolist()))
 
     def _expect(self, sync_id: str, bucket: Bucket) -> _Sync:
         current = self._open(sync_id)

@@ -17,7 +17,7 @@ all of them, whose replies it gets. Groups are reused by later syncs, and joined
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, partial
@@ -326,10 +326,7 @@ class P2PTransport:
             for engine_rank, reply in zip(members.engine_ranks, _collect(received, deadline)):
                 share.received[engine_rank] = reply.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
-            # Trainer and engine compute their checksums at the same time.
             finished = self._watch(engine, group, "finish", share) if posted else []
-            for engine_rank in members.engine_ranks:
-                share.sums.add_plan(engine_rank, self.rank, sources)
             share.replies = _collect(finished, deadline)
             if posted is not None:
                 posted.result(deadline, f"an answer of engine {engine}")
@@ -347,7 +344,7 @@ class P2PTransport:
         staging = Staging(device, self._peak_bytes(engine))
         try:
             with torch.no_grad():
-                outgoing = self._outgoing(engine, self.members(engine), sources)
+                outgoing = _counted(self._outgoing(engine, self.members(engine), sources), share.sums)
                 send_buckets(group, outgoing, staging, share.order, share.deadline.at)
                 share.order.leave(engine)
         except PeerError:
@@ -468,6 +465,15 @@ class P2PTransport:
                 raise
 
         return [Call(partial(watch, n, r)) for n, r in enumerate(members.engine_ranks)]
+
+
+def _counted(buckets: Iterable[Outgoing], sums: ExpectedChecksums) -> Iterator[Outgoing]:
+    """Yield the buckets and count each once its messages are under way: the next one is asked for then."""
+    for outgoing in buckets:
+        yield outgoing
+        # Of the shards, not of what is staged: an error on the way must differ from the engine's own checksum.
+        values = {chunk: each.to(outgoing.dtypes[chunk.name]) for chunk, each in outgoing.values.items()}
+        sums.add(outgoing.position[2:], values)
 
 
 def _common_groups(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

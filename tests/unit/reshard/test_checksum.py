@@ -13,7 +13,14 @@ from megatron_dapo.reshard.checksum import signed, slice_checksum, tensor_checks
 from megatron_dapo.reshard.slices import Slice, subtract, whole
 from tests.examples import examples
 
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
+BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float64: torch.int64,
+    torch.uint8: torch.uint8,
+    torch.float8_e4m3fn: torch.uint8,
+}
+DTYPES = list(BITS)
 MASK = (1 << 64) - 1
 
 
@@ -26,7 +33,7 @@ def _mixer(number: int, seed: int) -> int:
     return mixed | 1
 
 
-def _oracle(values: torch.Tensor) -> int:
+def oracle(values: torch.Tensor) -> int:
     """Row by row, word by word."""
     elements = 8 // values.dtype.itemsize
     rows = values.reshape(-1, values.shape[-1]).contiguous().view(BITS[values.dtype]).tolist()
@@ -39,24 +46,24 @@ def _oracle(values: torch.Tensor) -> int:
     return signed(total & MASK)
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)[..., 0]
 
 
-@pytest.mark.parametrize("dtype", list(BITS))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (4, 16), (2, 3, 12), (1, 1)])
 def test_follows_its_definition(shape, dtype):
-    values = _filled(shape, dtype)
-    assert tensor_checksum(values) == _oracle(values)
+    values = filled(shape, dtype)
+    assert tensor_checksum(values) == oracle(values)
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_parts_add_up_whatever_the_cut(data):
-    dtype = data.draw(st.sampled_from(list(BITS)))
+    dtype = data.draw(st.sampled_from(DTYPES))
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    values = _filled(shape, dtype, 1)
+    values = filled(shape, dtype, 1)
     slices = [whole(shape)]
     for _ in range(3):
         start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
@@ -74,19 +81,34 @@ def _view(values: torch.Tensor, bounds: Slice) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_single_bit_counts(dtype):
-    values = _filled((3, 6), dtype)
-    before, words = tensor_checksum(values), values.contiguous().view(-1).view(BITS[dtype])
-    for index in range(words.numel()):
-        for bit in range(8 * dtype.itemsize - 1):
-            words[index] ^= 1 << bit
-            assert tensor_checksum(words.view(dtype).view(3, 6)) != before
-            words[index] ^= 1 << bit
+    values = filled((3, 6), dtype)
+    before, octets = tensor_checksum(values), values.view(-1).view(torch.uint8)
+    for index in range(octets.numel()):
+        for bit in range(8):
+            octets[index] ^= 1 << bit
+            assert tensor_checksum(values) != before
+            octets[index] ^= 1 << bit
+    assert tensor_checksum(values) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [(0, 13), (13, 26), (3, 5), (16, 26), (1, 23)])
+def test_slices_that_begin_and_end_inside_words(dtype, columns):
+    """A slice counts like a tensor of zeros around it."""
+    values, (start, stop) = filled((5, 26), dtype), columns
+    alone = torch.zeros(5, 26 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    alone.view(torch.uint8)[:, start * dtype.itemsize : stop * dtype.itemsize] = values.view(torch.uint8)[
+        :, start * dtype.itemsize : stop * dtype.itemsize
+    ]
+    part = values[:, start:stop]
+    for held in (part, part.clone()):
+        assert slice_checksum(held, Slice((0, start), (5, stop - start)), (5, 26)) == oracle(alone)
 
 
 def test_places_count():
-    values = _filled((64, 32), torch.float32)
+    values = filled((64, 32), torch.float32)
     before = tensor_checksum(values)
     swapped_rows = values[[1, 0, *range(2, 64)]]
     swapped_halves = torch.cat([values[32:], values[:32]])
@@ -97,7 +119,7 @@ def test_places_count():
 
 
 def test_memory_that_is_not_aligned_or_contiguous():
-    storage = _filled((400,), torch.float32)
+    storage = filled((400,), torch.float32)
     odd = storage[1:385].view(12, 32)  # starts inside a word
     assert tensor_checksum(odd) == tensor_checksum(odd.clone())
     wide = storage[:390].view(10, 39)[:, :32]  # rows begin inside words
