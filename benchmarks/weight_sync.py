@@ -18,8 +18,10 @@ A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in 
 
 Medians. Our seconds end when every byte is in the engine's parameters. `with_verification_*` count the whole state
 machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
-compared; `verify_seconds` is the difference. The keys at the
-top are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
+compared; `verify_seconds` is the difference. `verified_vs_unverified` is that update over the same one without a
+checksum at either end, each run taking its turn; a server cannot leave its checksums out, so the key is null with
+--engine-python. `checksum_gb_per_s` stands next to reading the same memory and to the product by torch.mv that the
+checksum took before. The keys at the top are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
 `.venv-mbridge`, on top of this environment's packages.
 """
 
@@ -137,6 +139,7 @@ def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
     rows, median = result["rows"], statistics.median
     ours = median(rows["bytes"][name])
     verified = median(row["update"] for row in rows["ours"][name])
+    unverified = median(rows["unverified"][name])  # 0 with a server
     mbridge, floor = median(rows["mbridge"]), median(rows["floor"][name])
     received, shards = result["received_bytes"][name], result["shard_bytes"]
     return {
@@ -145,6 +148,7 @@ def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
         "vs_floor": ours / floor,
         "seconds": ours,
         "verify_seconds": verified - ours,
+        "verified_vs_unverified": verified / unverified if unverified else None,
         "with_verification_seconds": verified,
         "floor_seconds": floor,
         "with_verification_vs_mbridge": mbridge / verified,
@@ -161,6 +165,7 @@ def compare(result: dict[str, Any], transports: Sequence[str]) -> dict[str, Any]
         "transport": transports[0],
         "transports": figures,
         "mbridge_seconds": statistics.median(rows["mbridge"]),
+        "checksum_gb_per_s": result["checksum_gb_per_s"],
         "model_bytes": result["model_bytes"],
         "shard_bytes": result["shard_bytes"],
         "received_bytes": result["received_bytes"],

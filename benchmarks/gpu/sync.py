@@ -12,6 +12,12 @@ weight loader in a separate process; either holds the parameters on the same GPU
     seconds            until every byte is in the engine's parameters; medians over runs
     verified_seconds   the whole update as in training: pause, bytes, checksums of all parameters on both sides, resume
     gb_per_s           bytes of the engine's parameters / seconds
+    verified_gb_per_s  the same by verified_seconds
+    verified_vs_unverified
+                       verified_seconds / seconds
+    checksum_gb_per_s  checksums of all parameters at one end, in one pass
+    checksum_gb_per_s_by_tensor
+                       the same by torch's operations, waiting for each tensor, as it was done before
     copy_gb_per_s      the same bytes from one tensor of the device to another, bucket by bucket, counted once
     vs_copy            seconds / those of the copy; a sync through slots writes every byte twice, so 2 is the floor
 
@@ -46,6 +52,7 @@ sys.path.insert(0, str(PEERS))
 from step import MODELS, QWEN
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
@@ -60,7 +67,9 @@ from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
+from megatron_dapo.reshard.checksum import slice_checksum
 from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.slices import whole
 
 PACKAGES = ("torch", "sglang")
 DTYPE = torch.bfloat16
@@ -116,6 +125,20 @@ class Trainer:
             raise RuntimeError(f"the engine failed: {outcome.failures}")
         self.control.end_weight_update()
         return seconds - max((report.seconds for report in outcome.replies.get(0, ())), default=0.0)
+
+    def checksums(self, rounds: Callable[[], Iterator[int]]) -> dict[str, float]:
+        """GB/s of the checksums of the trainer's parameters, and of computing them tensor by tensor."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
+        parts = [CountedSlice(tensor, whole(shapes[name]), shapes[name]) for name, tensor in self.parameters.items()]
+        sums = slice_sums(parts).tolist()
+        assert sums == [slice_checksum(*part) for part in parts], "the two ways disagree"
+        num_bytes = sum(part.values.nbytes for part in parts)
+        together = median_s(lambda: slice_sums(parts).tolist(), self._device, rounds())
+        each = median_s(lambda: [slice_checksum(*part) for part in parts], self._device, rounds())
+        return {
+            "checksum_gb_per_s": num_bytes / together / 1e9,
+            "checksum_gb_per_s_by_tensor": num_bytes / each / 1e9,
+        }
 
     def copy(self, bucket_bytes: int, rounds: Iterator[int]) -> float:
         """Seconds of the device's own copy of as many bytes."""
@@ -213,6 +236,7 @@ def figures(row: Mapping[str, float], num_bytes: int, copy_seconds: float) -> di
         **row,
         "gb_per_s": num_bytes / row["seconds"] / 1e9,
         "verified_gb_per_s": num_bytes / row["verified_seconds"] / 1e9,
+        "verified_vs_unverified": row["verified_seconds"] / row["seconds"],
         "copy_seconds": copy_seconds,
         "copy_gb_per_s": num_bytes / copy_seconds / 1e9,
         "vs_copy": row["seconds"] / copy_seconds,
@@ -240,12 +264,13 @@ def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
             raise Missing(f"the SGLang server did not start: {error}") from None
         trainer = Trainer(directory, device, bucket_bytes, control)
         copy_seconds = trainer.copy(bucket_bytes, rounds_of(arguments))
+        checksums = trainer.checksums(lambda: rounds_of(arguments))
 
         def measure_case(slots: str) -> Row:
             if slots == "gpu" and device.type != "cuda":
                 raise Missing("torch sees no CUDA device")
             found = figures(measure(trainer, slots, arguments), trainer.num_bytes, copy_seconds)
-            return {**found, "bytes": trainer.num_bytes, "bucket_bytes": bucket_bytes}
+            return {**found, **checksums, "bytes": trainer.num_bytes, "bucket_bytes": bucket_bytes}
 
         yield measure_case
 

@@ -22,10 +22,16 @@ import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerGroup, join
+from megatron_dapo.bridge.protocol.receiver import Receiver
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.models.config_json import read_architecture
 
 DEADLINE_S = 300.0
+CHECKSUMS = Receiver.checksums
+
+
+def _zeros(receiver: Receiver) -> dict[str, int]:
+    return dict.fromkeys(receiver.parameters, 0)
 
 
 class Parameters(torch.nn.Module):
@@ -63,6 +69,10 @@ class Sink:
         if self._model is None:
             self._model = Parameters(self._specs(), self._specification.get("device", "cpu"))
         weight_loader.load(self._model, pickle.loads(payload))
+
+    def _count(self, request: dict[str, Any], payload: bytes) -> None:
+        """Read checksums back at the end of an update, or answer zeros without reading."""
+        Receiver.checksums = CHECKSUMS if request["on"] else _zeros  # type: ignore[method-assign]
 
     def _join(self, request: dict[str, Any], payload: bytes) -> None:
         """Join the floor's group; make what each sender's bytes go into."""

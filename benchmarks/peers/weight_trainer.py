@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,12 +39,14 @@ from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
+from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.layout import ReplicatedLayout, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 
 SEED = 0
-SIDES = ("ours", "bytes", "floor")
+SIDES = ("ours", "unverified", "bytes", "floor")
+RATE_SHAPE, RATE_RUNS = (18432, 896), 7  # 64 MiB in fp32
 Specification = dict[str, Any]
 
 
@@ -106,6 +109,21 @@ class Trainer:
         phases = getattr(update.transport, "seconds", {})
         steps = {**report.engines[0].seconds, **{f"phase_{name}": seconds for name, seconds in phases.items()}}
         return {**steps, "update": report.seconds}
+
+    def sync_unverified(self, name: str) -> float:
+        """The same update without a checksum at either end. 0 with a server, which cannot leave them out."""
+        if self.specification["server"] is not None:
+            return 0.0
+        self.count_in_engine(False)
+        with without_trainer_checksums():
+            seconds = self.sync(name)["update"]
+        self.count_in_engine(True)
+        return seconds
+
+    def count_in_engine(self, is_on: bool) -> None:
+        for sink in self.sinks:
+            sink.start({"op": "count", "on": is_on})
+            sink.wait()
 
     def bytes_alone(self, name: str) -> float:
         """Ours without verification: seconds until every byte is in the engine's parameters.
@@ -283,12 +301,32 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
         rows["mbridge"].append(timed(until_all(trainer.export))[0])
         for name, floor in floors.items():
             rows["ours"][name].append(timed(lambda name=name: trainer.sync(name))[1])
+            rows["unverified"][name].append(timed(lambda name=name: trainer.sync_unverified(name))[1])
             rows["bytes"][name].append(trainer.bytes_alone(name))
             rows["floor"][name].append(timed(floor.copy)[0])
         if trainer.rank == 0:
             print(f"run {run} of {num_runs}", file=sys.stderr)
     warm: dict[str, Any] = {"mbridge": rows["mbridge"][1:]}
     return {**warm, **{side: {n: v[1:] for n, v in rows[side].items()} for side in SIDES}}
+
+
+def checksum_rates() -> dict[str, float]:
+    """GB/s of the checksum of a tensor in memory, of the product by torch.mv that it replaced, and of reading alone."""
+    values = torch.rand(RATE_SHAPE)
+    words = values.view(torch.int64)
+    factors = torch.randint(-(1 << 62), 1 << 62, (words.shape[1],))
+    ways: dict[str, Callable[[], Any]] = {
+        "checksum": lambda: tensor_checksum(values),
+        "torch_mv": lambda: int((torch.mv(words, factors)).sum()),
+        "read": lambda: int(words.sum()),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(RATE_RUNS + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values.nbytes / 1e9 / statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def check_mbridge(trainer: Trainer) -> None:
@@ -326,7 +364,8 @@ def main() -> None:
     dist.barrier()
     rows = measure(trainer, specification["runs"])
     if trainer.rank == 0:
-        result = {"rows": rows, "mbridge": f"mbridge=={version('mbridge')}", **sizes(trainer)}
+        rates = checksum_rates()
+        result = {"rows": rows, "checksum_gb_per_s": rates, "mbridge": f"mbridge=={version('mbridge')}", **sizes(trainer)}
         (Path(specification["directory"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
 

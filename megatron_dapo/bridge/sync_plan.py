@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_dapo.bridge.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed
 from megatron_dapo.reshard.execution import Buffers

@@ -186,8 +186,8 @@ def test_workers_of_environments_need_the_standard_library_only() -> None:
             assert known or module_name(path).endswith("sandbox.runner"), f"{module_name(path)} imports {imported}"
 
 
-def test_the_protocol_needs_torch_alone() -> None:
-    """bridge/protocol also runs inside the engine's processes: torch, the standard library, and reshard/ like it."""
+def test_the_protocol_needs_only_torch_and_numpy() -> None:
+    """bridge/protocol also runs inside the engine's processes: torch, numpy, the standard library, and reshard/ like it."""
     own = [path for path in MODULES if module_name(path).startswith("megatron_dapo.bridge.protocol")]
     own += [path for path in MODULES if package_of(module_name(path)) == "reshard"]
     allowed = (
@@ -199,6 +199,6 @@ def test_the_protocol_needs_torch_alone() -> None:
     for path in own:
         for imported in imports_of(path):
             root = imported.split(".")[0]
-            known = root in sys.stdlib_module_names or root == "torch" or imported.startswith(allowed)
+            known = root in sys.stdlib_module_names or root in ("torch", "numpy") or imported.startswith(allowed)
             assert known, f"{module_name(path)} imports {imported}"
     assert (PACKAGE / "bridge" / "__init__.py").read_text(encoding="utf-8").count("import ") == 0, "it runs there too"

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron_dapo.bridge.checksums import CountedSlice, slice_sums
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.protocol.messages import (
     CHUNK_ALIGNMENT,
     Bucket,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from megatron_dapo.bridge.checksums import CountedSlice, fused_sums
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, fused_sums
 from megatron_dapo.reshard.checksum import signed, slice_checksum
 from megatron_dapo.reshard.layout import slice_view
 from megatron_dapo.reshard.slices import Slice, whole
