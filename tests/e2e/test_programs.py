@@ -39,6 +39,10 @@ BENCHMARKS: dict[str, Check] = {
         and r["hostile_escapes"] == r["hostile_hangs"] == 0
         and ({run["user"] for run in r["hostile"]} == {os.getuid(), 65534} or os.getuid() > 0)
     ),
+    "changed_share.py": lambda r: (
+        all(0 < row["share"] <= 1.1 * row["most"] for row in r["rows"])
+        and r["rows"][0]["share"] < r["rows"][1]["share"]
+    ),
     "collector_waste.py": lambda r: 0.5 < r["waste_ratio"] < 2.0,  # near 1; so few groups are off by chance
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
     "episodes.py": lambda r: r["num_turns"] == 192 and r["concurrency_vs_bound"] > 0.9 and r["driver_ms_per_turn"] > 0,
@@ -90,7 +94,9 @@ BENCHMARKS: dict[str, Check] = {
     ),
     "train_step.py": lambda r: r["rows"][0]["num_sequences"] == 4 and min(r["step_ratio"], r["step_ratio_padded"]) > 0,
     "value_learning.py": lambda r: 0 < r["value_error"] < 2,  # values lie between -1 and 1
-    "weight_sync.py": lambda r: all(abs(row["bytes_ratio"] - 1) < 0.01 for row in r["transports"].values()),
+    "weight_sync.py": lambda r: all(
+        abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 for row in r["transports"].values()
+    ),
     "window_state.py": lambda r: min(r["size_ratio"], r["write_ratio"], r["read_ratio"]) > 0,
     "gpu/head.py --rounds 1 --warm-up 1": lambda r: (
         len({round(row["loss"], 2) for row in r["cases"].values()}) <= 2 and not r["failed"]
