@@ -62,7 +62,7 @@ class Outcome:
     mean_age: float  # versions between a group's oldest token and its training
     oldest: int
     ages: Mapping[int, float]  # share of the trained groups by age
-    length_bias: float  # trained length / length of the groups in start order - 1
+    length_bias: float | None  # trained length / length of the groups in start order - 1; None: windows
     tokens_computed_again: float  # contexts of interrupted responses / generated tokens
     engines_busy: float
 
@@ -122,7 +122,8 @@ class SimulatedServers:
             done = self._done.pop(request.request_id, 0) if request.prefix else 0
             self.num_computed_again += done
             self._requests[request.request_id] = request
-            length = self._lengths(int(group))[int(index)]
+            # A window ends before its response.
+            length = min(self._lengths(int(group))[int(index)], SCALE * request.sampling.max_new_tokens)
             responses.append(Response(request.request_id, group, length, done, self._settings.lengths.prompt))
             self._open[group] += 1
         self.fleet.submit(responses)
@@ -139,12 +140,12 @@ class SimulatedServers:
             if not self._open[group]:  # a collector has nothing to decide before
                 limit = min(limit, self.fleet.now + POLL_SECONDS)
         self.fleet.advance(limit if math.isfinite(limit) else self.fleet.now)
-        return [self._completion(one, one.length, "stop") for one in ended]
+        return [self._ended(one) for one in ended]
 
     def abort(self) -> list[Completion]:
         stopped = self.fleet.stop()
         self._open.clear()
-        self._done.update((one.key, tokens) for one, tokens in stopped)
+        self._done.update((str(one.key), tokens) for one, tokens in stopped)
         return [self._completion(one, tokens, "abort") for one, tokens in stopped]
 
     def _lengths(self, group: int) -> list[int]:
@@ -152,8 +153,16 @@ class SimulatedServers:
             self.lengths[group] = self._settings.lengths.of_group(group, self._settings.group_size)
         return self.lengths[group]
 
+    def _ended(self, response: Response) -> Completion:
+        group, index = str(response.key).split("/")
+        if response.length == self.lengths[int(group)][int(index)]:
+            return self._completion(response, response.length, "stop")
+        self._done[str(response.key)] = response.length
+        return self._completion(response, response.length, "length")
+
     def _completion(self, response: Response, tokens: int, reason: Any) -> Completion:
-        request = self._requests.pop(response.key)
+        name = str(response.key)
+        request = self._requests.pop(name)
         runs = request.prefix.versions if request.prefix else ()
         start = runs[-1].end if runs else 0
         shown = -(-response.length // SCALE)
@@ -161,7 +170,7 @@ class SimulatedServers:
             shown = max(start, min(tokens // SCALE, shown - 1))
         if shown > start:
             runs = (*runs, VersionRange(start, shown, self.policy_version))
-        return Completion(response.key, np.zeros(shown, np.int32), np.zeros(shown, np.float32), reason, runs)
+        return Completion(name, np.zeros(shown, np.int32), np.zeros(shown, np.float32), reason, runs)
 
 
 class WatchedCollector(Collector):
@@ -291,7 +300,10 @@ class Run:
         finally:
             self.clock.set(self.time, is_released=True)
             self.collector.close()
-        return self._summary(steps[settings.num_warm :], waits[settings.num_warm :])
+        again = self.servers.num_computed_again / max(1, self.servers.fleet.num_tokens)
+        return outcome_of(
+            settings, steps, waits, self.trained, self.servers.lengths, again, self.servers.fleet.busy_share
+        )
 
     @property
     def _is_idle(self) -> bool:
@@ -332,28 +344,39 @@ class Run:
 
     def _note(self, batch: RolloutBatch) -> None:
         ages = [(int(group.group_id), batch.training_version - group.policy_version) for group in batch.groups]
-        oldest = max(age for _, age in ages)
-        assert self._settings.window or oldest <= self._settings.max_staleness, f"a group is {oldest} versions old"
         self.trained.append(ages)
 
-    def _summary(self, steps: list[float], waits: list[float]) -> Outcome:
-        settings, counted = self._settings, [pair for step in self.trained[self._settings.num_warm :] for pair in step]
-        groups = [group for step in self.trained for group, _ in step]
-        assert settings.window or len(set(groups)) == len(groups), "a group was trained twice"
-        ages = [age for _, age in counted]
-        lengths = self.servers.lengths
-        in_order = range(settings.num_warm * settings.prompts, len(groups))
-        sampled = np.mean([lengths[group] for group in in_order if group in lengths])
-        return Outcome(
-            step=float(np.mean(steps)),
-            wait=float(np.mean(waits)),
-            mean_age=float(np.mean(ages)),
-            oldest=max(age for step in self.trained for _, age in step),
-            ages={age: ages.count(age) / len(ages) for age in sorted(set(ages))},
-            length_bias=float(np.mean([lengths[group] for group, _ in counted]) / sampled - 1),
-            tokens_computed_again=self.servers.num_computed_again / max(1, self.servers.fleet.num_tokens),
-            engines_busy=self.servers.fleet.busy_share,
-        )
+
+def outcome_of(
+    settings: Settings,
+    steps: Sequence[float],
+    waits: Sequence[float],
+    trained: Sequence[Sequence[tuple[int, int]]],
+    lengths: Mapping[int, Sequence[int]],
+    computed_again: float,
+    busy: float,
+) -> Outcome:
+    """Return the means of a run that trained (group, age) in each step; check that the bound holds and nothing repeats."""
+    groups = [group for step in trained for group, _ in step]
+    oldest = max(age for step in trained for _, age in step)
+    if not settings.window:
+        assert oldest <= settings.max_staleness, f"a group was {oldest} versions old"
+        assert len(set(groups)) == len(groups), "a group was trained twice"
+    counted = [pair for step in trained[settings.num_warm :] for pair in step]
+    ages = [age for _, age in counted]
+    in_order = range(settings.num_warm * settings.prompts, settings.num_steps * settings.prompts)
+    sampled = [length for group in in_order for length in lengths.get(group, ())]
+    bias = float(np.mean([lengths[group] for group, _ in counted]) / np.mean(sampled) - 1)
+    return Outcome(
+        step=float(np.mean(steps[settings.num_warm :])),
+        wait=float(np.mean(waits[settings.num_warm :])),
+        mean_age=float(np.mean(ages)),
+        oldest=oldest,
+        ages={age: ages.count(age) / len(ages) for age in sorted(set(ages))},
+        length_bias=None if settings.window else bias,
+        tokens_computed_again=computed_again,
+        engines_busy=busy,
+    )
 
 
 def disaggregated(settings: Settings) -> Outcome:

@@ -14,7 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -54,14 +54,18 @@ class Cost:
             chosen_share=rates.chosen_share,
         )
 
-    def step(self, running: float, context: float) -> float:
+    def without_prefill(self) -> Cost:
+        """Return the costs of responses whose contexts are cached."""
+        return replace(self, prefill=0.0)
+
+    def step(self, running: int, context: float) -> float:
         """Return the seconds of one step with `context` tokens of all `running` responses together."""
-        return max(self._weights(running) + self.context * context, self.products * running) + self._overhead(running)
+        return self._line(running, context)[0]
 
     def seconds(self, running: int, context: float, steps: float) -> float:
         """Return the seconds of `steps` steps that begin with `context` tokens."""
         level, growth, until = self._line(running, context)
-        return steps * level + growth * max(0.0, steps - until) ** 2 / 2
+        return steps * level + (growth * (steps - until) ** 2 / 2 if steps > until else 0.0)
 
     def steps(self, running: int, context: float, seconds: float) -> float:
         """Return the steps, with their fraction, that `seconds` have room for: the inverse of `seconds`."""
@@ -74,16 +78,12 @@ class Cost:
     def _line(self, running: int, context: float) -> tuple[float, float, float]:
         """Return the seconds of the first step, what each later one adds, and the steps before it begins to add."""
         read, products = self._weights(running) + self.context * context, self.products * running
-        growth = self.context * running
-        until = (products - read) / growth if products > read and growth else 0.0
-        if products > read and not growth:
-            until = NEVER
-        return max(read, products) + self._overhead(running), growth, until
+        growth, overhead = self.context * running, self.fixed + self.request * running
+        if read >= products:
+            return read + overhead, growth, 0.0
+        return products + overhead, growth, (products - read) / growth if growth else NEVER
 
-    def _overhead(self, running: float) -> float:
-        return self.fixed + self.request * running
-
-    def _weights(self, running: float) -> float:
+    def _weights(self, running: int) -> float:
         if not self.experts:
             return self.weights
         # Experts that no token chooses are not read.
@@ -143,9 +143,8 @@ class Engine:
             self._decode(to - self.now, self.cost.steps(len(self.running), self.context, to - self.now))
         self.now = to
 
-    def end_next(self) -> Response:
-        """Decode up to the next end and return the response."""
-        end = self.next_end
+    def end_next(self, end: float) -> Response:
+        """Decode up to the next end, at time `end`, and return the response."""
         self._decode(end - self.now, max(0.0, self.running[0][0] - self.step))
         self.now = end
         self.step, _, response, _ = heapq.heappop(self.running)
@@ -239,7 +238,7 @@ class Fleet:
         """Move the clock to the next end and return the response."""
         time = self.next_end
         index = self._events[0][1]
-        response = self.engines[index].end_next()
+        response = self.engines[index].end_next(time)
         self.now = max(self.now, time)
         self._loads[index] -= 1
         self._changed.add(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dapo.config.derive import as_critic
 from megatron_dapo.config.schema import Config
@@ -12,6 +12,7 @@ from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
 from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
 from megatron_dapo.plan.memory.batch import step_responses
+from megatron_dapo.plan.overlap import Turns, overlapped_seconds
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
     Lengths,
@@ -40,6 +41,7 @@ class StepPlan:
     checkpoint_bytes: int
     generated_tokens: float
     trained_tokens: float
+    overlapped: float | None = None  # seconds of a step whose engines generate ahead; None: they do not, or hold nothing
 
     @property
     def overlaps(self) -> bool:
@@ -53,9 +55,15 @@ class StepPlan:
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        generate, update = self.of_phase("generate"), self.of_phase("weight_update")
-        rest = sum(sum(parts.values()) for parts in self.seconds.values()) - generate - update
+        if self.overlapped is not None:
+            return self.overlapped
+        generate, update, rest = self.of_phase("generate"), self.of_phase("weight_update"), self.trainer
         return update + (max(generate, rest) if self.overlaps else generate + rest)
+
+    @property
+    def trainer(self) -> float:
+        """Seconds of the trainer's phases."""
+        return sum(self.of_phase(phase) for phase in self.seconds if phase not in ("generate", "weight_update"))
 
     @property
     def peak(self) -> int:
@@ -88,7 +96,18 @@ def plan_step(
     saved = checkpoint_bytes(architecture, config.model.dtype)
     saved += checkpoint_bytes(architecture, config.model.dtype, has_value_head=True) if config.has_critic else 0
     trained = Batch.of(step_responses(config), lengths).tokens
-    return StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
+    plan = StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
+    if plan.overlaps and queue is not None and memory.engine_memory is not None and config.rollout.partial_rollout:
+        rates = engine_rates(config, architecture, memory.engine_memory, gpu)
+        running = running_at_once(config, memory.engine_memory, lengths)
+        return replace(plan, overlapped=overlapped_seconds(rates, lengths, _turns(plan, queue, running)))
+    return plan
+
+
+def _turns(plan: StepPlan, queue: Queue, running: int) -> Turns:
+    rollout = plan.config.rollout
+    update = plan.of_phase("weight_update")
+    return Turns(queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample)
 
 
 def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
+MODULES = ("simulation", "published", "theirs", "ours", "schedules", "agents")
+
 
 @pytest.fixture(scope="module")
 def twin(benchmarks_on_the_path: None) -> Iterator[SimpleNamespace]:
     """Return all names of the benchmark's modules in one namespace."""
-    modules = [importlib.import_module(f"twin.{name}") for name in ("simulation", "published", "theirs", "ours")]
-    names = {name: value for module in modules for name, value in vars(module).items()}
-    yield SimpleNamespace(**names, ours=modules[-1])
+    modules = [importlib.import_module(f"twin.{name}") for name in MODULES]
+    names = {name: value for module in modules for name, value in vars(module).items() if name not in MODULES}
+    yield SimpleNamespace(**names, **dict(zip(MODULES, modules, strict=True)))
 
 
 def cost(twin: SimpleNamespace, **changes: float) -> object:
@@ -166,3 +168,53 @@ def test_a_run_repeats_exactly(twin: SimpleNamespace) -> None:
     lengths = twin.Lengths(1000, 0.8, 8000)
     settings = twin.ours.Settings(**constant(twin, lengths=lengths, train=6.0, max_staleness=1, oversample=2.0))
     assert twin.disaggregated(settings) == twin.disaggregated(settings)
+
+
+def modelled(twin: SimpleNamespace, schedule: object, **changes: object) -> object:
+    return twin.schedules.simulate(twin.ours.Settings(**constant(twin, train=6.0, **changes)), schedule)
+
+
+def test_parts_train_while_the_rest_generates(twin: SimpleNamespace) -> None:
+    """A step of the engine lasts as long as its running responses ask for."""
+    engine = {"max_staleness": 0, "engines": 1, "cost": cost(twin, weights=1e-9, products=0.01 / 32)}
+    whole, parts = (modelled(twin, twin.schedules.Schedule(number), **engine) for number in (1, 2))
+    assert whole.step == pytest.approx(10 + 6 + 1)
+    assert parts.step == pytest.approx(whole.step)  # equal responses end together: there is nothing to stream
+    uneven = {**engine, "lengths": twin.Lengths(1000, 0.5, 4000, prompt_sigma=0.5, prompt=0)}
+    whole, parts, guarded = (
+        modelled(twin, schedule, **uneven)
+        for schedule in (twin.schedules.Schedule(), twin.schedules.Schedule(8), twin.schedules.Schedule(8, "guarded"))
+    )
+    assert guarded.step < parts.step < whole.step
+    assert guarded.oldest == parts.oldest == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_the_model_repeats_the_collectors(twin: SimpleNamespace, max_staleness: int) -> None:
+    lengths = twin.Lengths(1000, 0.6, 6000, prompt=0)
+    given = constant(twin, lengths=lengths, train=12.0, max_staleness=max_staleness, oversample=1.0 + max_staleness)
+    settings = twin.ours.Settings(**given)
+    driven, modelled = twin.disaggregated(settings), twin.schedules.simulate(settings, twin.schedules.Schedule())
+    assert modelled.step == pytest.approx(driven.step, rel=0.05)
+    assert modelled.ages == pytest.approx(driven.ages, abs=0.15)
+
+
+def test_windows_end_before_their_responses(twin: SimpleNamespace) -> None:
+    """Responses of 1,024 tokens in windows of 512: each collection is half as long."""
+    lengths = twin.Lengths(1024, 0.0, 2048, prompt=0)
+    whole, windows = (
+        twin.colocated(twin.ours.Settings(**constant(twin, lengths=lengths, train=6.0, window=window)))
+        for window in (0, 512)
+    )
+    assert whole.wait == pytest.approx(10.24, abs=0.3)
+    assert windows.wait == pytest.approx(5.12, abs=0.3)
+
+
+def test_open_episodes_fill_the_slots_by_the_rule(twin: SimpleNamespace) -> None:
+    """Turns of 1 s, tools of 3 s: four episodes a slot."""
+    episodes = twin.agents.Episodes(
+        cost(twin), slots=8, turn_tokens=100, turn_sigma=0.0, tool_seconds=3.0, tool_sigma=0.0, num_finished=3000
+    )
+    assert twin.agents.rule(episodes) == 32
+    assert twin.agents.occupancy(episodes, 16).idle_share == pytest.approx(0.5, abs=0.03)
+    assert twin.agents.occupancy(episodes, 32).idle_share < 0.15
