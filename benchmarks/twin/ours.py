@@ -183,10 +183,14 @@ class WatchedCollector(Collector):
         self.is_awaited = False  # the trainer waits for the batch that is collected
 
     def collect(
-        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] | None = None
+        self,
+        num_groups: int,
+        training_version: int | None = None,
+        between_polls: Callable[[], None] | None = None,
+        part_size: int = 0,
     ) -> RolloutBatch:
         self.is_collecting = True
-        batch = self._inner.collect(num_groups, training_version, between_polls)
+        batch = self._inner.collect(num_groups, training_version, between_polls, part_size)
         with self._clock.condition:
             if self.is_awaited:
                 self._clock.limit, self.is_awaited = self._servers.fleet.now, False
@@ -218,7 +222,7 @@ class WatchedCollector(Collector):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
 
-    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+    def _collect(self, num_groups: int, training_version: int | None, part_size: int) -> RolloutBatch:
         raise AssertionError("collect goes to the collector inside")
 
     @staticmethod

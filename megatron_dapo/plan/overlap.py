@@ -26,7 +26,7 @@ NUM_STEPS, NUM_COUNTED = 12, 8
 
 
 @dataclass(frozen=True)
-class Turns:
+class QueuedStep:
     """What one engine and the trainer do in a step."""
 
     responses: int  # of one engine
@@ -38,7 +38,7 @@ class Turns:
 
 
 @lru_cache(maxsize=4096)
-def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: Turns) -> float:
+def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> float:
     """Return the mean seconds of a step in the steady state."""
     queue, time, first = _Queue(rates, lengths, turns), 0.0, 0.0
     for step in range(NUM_STEPS):
@@ -54,7 +54,7 @@ def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: Turns) -> fl
 class _Queue:
     """The engine: responses of numbered batches that run together and wait for a place."""
 
-    def __init__(self, rates: EngineRates, lengths: Lengths, turns: Turns) -> None:
+    def __init__(self, rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> None:
         self._rates, self._lengths, self._turns = rates, lengths, turns
         self._now = 0.0
         self._version = 0

@@ -12,7 +12,7 @@ from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
 from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
 from megatron_dapo.plan.memory.batch import step_responses
-from megatron_dapo.plan.overlap import Turns, overlapped_seconds
+from megatron_dapo.plan.overlap import QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
     Lengths,
@@ -100,14 +100,14 @@ def plan_step(
     if plan.overlaps and queue is not None and memory.engine_memory is not None and config.rollout.partial_rollout:
         rates = engine_rates(config, architecture, memory.engine_memory, gpu)
         running = running_at_once(config, memory.engine_memory, lengths)
-        return replace(plan, overlapped=overlapped_seconds(rates, lengths, _turns(plan, queue, running)))
+        return replace(plan, overlapped=overlapped_seconds(rates, lengths, _queued_step(plan, queue, running)))
     return plan
 
 
-def _turns(plan: StepPlan, queue: Queue, running: int) -> Turns:
+def _queued_step(plan: StepPlan, queue: Queue, running: int) -> QueuedStep:
     rollout = plan.config.rollout
     update = plan.of_phase("weight_update")
-    return Turns(queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample)
+    return QueuedStep(queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample)
 
 
 def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:

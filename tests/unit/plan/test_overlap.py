@@ -12,7 +12,7 @@ import pytest
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.overlap import Turns, overlapped_seconds
+from megatron_dapo.plan.overlap import QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 from megatron_dapo.plan.step import StepPlan, plan_step
 from tests.unit.plan.models import MODELS, run_of
@@ -21,9 +21,9 @@ from tests.unit.plan.models import MODELS, run_of
 FLAT = EngineRates((10e-3 - 2.5e-3) * 0.78 * GPUS["H20"].memory_bytes_s, 0.0, 1e-3, 1, GPUS["H20"])
 
 
-def turns(**changes: Any) -> Turns:
+def turns(**changes: Any) -> QueuedStep:
     given = {"responses": 8, "running": 64, "train": 6.0, "update": 1.0, "max_staleness": 1, "oversample": 1.0}
-    return Turns(**{**given, **changes})
+    return QueuedStep(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_plan_is_within_a_tenth_of_the_twin(
         oversample=oversample,
     )
     simulated = twin.ours.disaggregated(settings).step
-    mine = overlapped_seconds(rates, planned, Turns(512, 10**6, train, 4.0, max_staleness, oversample))
+    mine = overlapped_seconds(rates, planned, QueuedStep(512, 10**6, train, 4.0, max_staleness, oversample))
     assert mine == pytest.approx(simulated, rel=0.1)
 
 
