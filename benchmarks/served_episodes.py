@@ -57,7 +57,7 @@ class ServedSize:
     sigma: float  # standard deviation of its logarithm
     programs: int  # at a time, and requests in flight of the direct side
     single_turns: int  # of each program
-    single_tokens: int  # of such a turn, at most; all lengths from 1 on are equally likely
+    single_tokens: int  # of such a turn, at most; lengths are evenly spread, the same for each program in another order
     rounds: int  # of the endpoint and of the direct side, in turns
     context: int = 1024
     updates: int = 1  # in a play with updates
@@ -279,10 +279,11 @@ def endpoint_against_direct(size: ServedSize, one: Served) -> dict[str, Any]:
     for number in range(size.rounds):
         for side in sorted(speeds, reverse=bool(number % 2)):
             draw = random.Random(number)
+            lengths = [-(-size.single_tokens * (1 + index) // size.single_turns) for index in range(size.single_turns)]
             work = [
                 [
-                    (f"Write line {index} of a poem about the number {draw.random()}.", draw.randint(1, size.single_tokens))
-                    for index in range(size.single_turns)
+                    (f"Write line {index} of a poem about the number {draw.random()}.", count)
+                    for index, count in enumerate(draw.sample(lengths, len(lengths)))
                 ]
                 for _ in range(size.programs)
             ]
