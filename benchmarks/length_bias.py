@@ -6,6 +6,10 @@ recipe and others that oversample more, for several distributions of lengths, wi
 
     python benchmarks/length_bias.py [--json] [--tiny] [--steps 12] [--recipe examples/recipes/dapo_qwen2.5_32b.toml]
 
+With rollout.order = "guarded", a batch takes groups as they end, within the age bound: its rows show that nothing is dropped, that `oldest`
+is at most the bound, and `steady_bias`: the mean length of what was trained after the first 2 max_staleness + 1 steps against that of
+as many groups in order of start.
+
 `length_bias` is the largest |mean length of trained responses / mean length of responses of all groups that were started
 and pass the filter - 1|; the simulation knows how a response would have ended, so groups that were dropped or have not
 ended count as well. `discarded_share` is the largest share of generated tokens that were thrown away unfinished or too
@@ -167,6 +171,7 @@ def measure(
     )
     collector = GroupCollector(inputs, rollout, SamplingParams(max_new_tokens=limit), seed=0)
     trained: list[int] = []
+    lengths_by_group: dict[str, list[int]] = {}  # of trained groups, in order of training
     ages: list[int] = []
     num_discarded = 0
     of_filter = dict.fromkeys(("skipped", "audited", "tokens_saved"), 0)  # each collection counts from zero
@@ -174,18 +179,24 @@ def measure(
         engine.policy_version = version
         batch = collector.collect(num_groups)
         assert len(batch.groups) == num_groups, f"a batch has {len(batch.groups)} groups instead of {num_groups}"
-        trained += [sample.completion.num_tokens for group in batch.groups for sample in group.samples]
+        lengths_by_group |= {
+            group.group_id: [sample.completion.num_tokens for sample in group.samples] for group in batch.groups
+        }
+        trained += [length for group in batch.groups for length in lengths_by_group[group.group_id]]
         ages += [version - group.policy_version for group in batch.groups]
         num_discarded += batch.statistics.num_discarded_tokens
         of_filter = {name: count + batch.statistics.prompts[name] for name, count in of_filter.items()}
     ledger = collector.accounting()
     assert ledger.is_balanced, f"prompts were lost: {ledger}"
-    passing = lengths_of_passing_groups(engine.outcomes, rollout)
+    by_group = lengths_of_passing_groups(engine.outcomes, rollout)
+    passing = [length for lengths in by_group.values() for length in lengths]
     return {
         "mean_trained": SCALE * float(np.mean(trained)),
         "mean_sampled": SCALE * float(np.mean(passing)),
         "length_bias": float(np.mean(trained) / np.mean(passing) - 1),
         "tail": float(_longest_tenth(trained) / _longest_tenth(passing) - 1),
+        "steady_bias": _steady_bias(lengths_by_group, by_group, num_groups * (2 * rollout.max_staleness + 1)),
+        "oldest": max(ages),
         "discarded_share": num_discarded / engine.num_tokens,
         **batch.statistics.prompts,
         **of_filter,
@@ -196,14 +207,26 @@ def measure(
     }
 
 
-def lengths_of_passing_groups(outcomes: Mapping[str, tuple[int, bool]], rollout: RolloutConfig) -> list[int]:
-    """Return the lengths of all responses of groups that the filter would keep, finished or not."""
+def lengths_of_passing_groups(
+    outcomes: Mapping[str, tuple[int, bool]], rollout: RolloutConfig
+) -> dict[str, list[int]]:
+    """Return the lengths of all responses of groups that the filter would keep, finished or not, by group id."""
     groups: dict[str, list[tuple[int, bool]]] = {}
     for name, outcome in outcomes.items():
         groups.setdefault(name.split("/")[0], []).append(outcome)
     keeps = GroupFilter(rollout.accuracy_min, rollout.accuracy_max).decide
-    passing = [group for group in groups.values() if keeps([is_right for _, is_right in group]) == "kept"]
-    return [length for group in passing for length, _ in group]
+    return {
+        name: [length for length, _ in group]
+        for name, group in groups.items()
+        if keeps([is_right for _, is_right in group]) == "kept"
+    }
+
+
+def _steady_bias(trained: Mapping[str, Sequence[int]], passing: Mapping[str, Sequence[int]], num_first: int) -> float:
+    """Compare groups trained after the first `num_first` with as many in order of start; `trained` in order of training."""
+    of_trained = [length for lengths in list(trained.values())[num_first:] for length in lengths]
+    of_started = [length for name in sorted(passing)[num_first : len(trained)] for length in passing[name]]
+    return float(np.mean(of_trained) / np.mean(of_started) - 1)
 
 
 def _longest_tenth(lengths: Sequence[int]) -> float:
@@ -219,6 +242,12 @@ def settings_of(recipe: RolloutConfig) -> dict[str, RolloutConfig]:
         "oversample 2, staleness 1, continued": change(oversample=2.0, max_staleness=1, partial_rollout=True),
         "oversample 2, staleness 1, finished": change(oversample=2.0, max_staleness=1, partial_rollout=False),
         "oversample 3, staleness 2, continued": change(oversample=3.0, max_staleness=2, partial_rollout=True),
+        **{
+            f"guarded, oversample {bound + 1}, staleness {bound}": change(
+                order="guarded", oversample=bound + 1.0, max_staleness=bound, partial_rollout=True
+            )
+            for bound in (1, 2)
+        },
     }
 
 
@@ -241,11 +270,16 @@ def main() -> None:
             base = base or row["trained_tokens_per_second"]
             speed = row["trained_tokens_per_second"] / base
             rows.append(
-                {"lengths": name, "settings": settings, "oversample": rollout.oversample, **row, "speed": speed}
+                {
+                    **{"lengths": name, "settings": settings, "oversample": rollout.oversample},
+                    **{"max_staleness": rollout.max_staleness, **row, "speed": speed},
+                }
             )
             print(rows[-1], file=sys.stderr, flush=True)
     result = {
-        "length_bias": max(abs(row["length_bias"]) for row in rows),
+        "length_bias": max(abs(row["length_bias"]) for row in rows if not row["settings"].startswith("guarded")),
+        "guarded_bias": max(abs(row["steady_bias"]) for row in rows if row["settings"].startswith("guarded")),
+        "oldest_over_bound": max(row["oldest"] - row["max_staleness"] for row in rows),
         "discarded_share": max(row["discarded_share"] for row in rows),
         "throughput": min(row["speed"] for row in rows if row["settings"] == "the recipe"),
         "num_groups": num_groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from megatron_dapo.config.section import (
     Bounds,
     Fraction,
     FunctionPath,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -21,6 +23,7 @@ from megatron_dapo.config.section import (
 Engine = Literal["embedded", "sglang"]
 DynamicSampling = Literal["hard", "soft"]
 ReplayOrder = Literal["oldest", "newest", "advantage", "staleness"]
+Order = Literal["start", "guarded"]
 PromptOrder = Literal["shuffled", "priority"]
 PromptWeight = Literal["equal", "responses"]
 PromptFilterName = Literal["none", "bounds", "model"]
@@ -135,6 +138,16 @@ class RolloutConfig(Section):
     still weights them, with gradients, and trainer and engine differ less. Each token then carries layers x
     experts-per-token bytes from the servers to the loss, twice that with more than 256 experts."""
 
+    order: Order = "start"
+    """start: a batch trains the groups that were started first, and waits for them. guarded: it trains groups as they
+    end, and waits only for those that a later batch may not train within max_staleness: steps are shorter, nothing is
+    dropped, and a group's age follows its length. The first max_staleness steps go by start. oversample above 1 gives
+    it a choice."""
+
+    ahead: NonNegativeFloat = 0.0
+    """Groups started for later batches, as a multiple of prompts_per_step: at most max_staleness. 0: max_staleness. Less
+    trains younger responses: with 0.5 and max_staleness = 1, half of a batch is started by its own policy."""
+
     replay_order: ReplayOrder = "oldest"
     """Order in which waiting groups are trained. oldest: those started first; none is passed over. newest: those
     started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but
@@ -178,6 +191,20 @@ class RolloutConfig(Section):
                 path="rollout.dynamic_sampling",
                 when='rollout.dynamic_sampling == "soft"',
                 reason="a batch is what passes of the prompts started for it",
+            )
+        if self.order == "guarded" and not (self.oversample > 1 and self.replay_order == "oldest"):
+            yield Rule(
+                'rollout.oversample > 1 and rollout.replay_order == "oldest"',
+                'set rollout.oversample = 2.0 and rollout.replay_order = "oldest", or rollout.order = "start"',
+                path="rollout.order",
+                when='rollout.order == "guarded"',
+                reason="it chooses among more groups than a batch has, by their end and their age",
+            )
+        if self.ahead > self.max_staleness:
+            yield Rule(
+                "rollout.ahead <= rollout.max_staleness",
+                f"set rollout.ahead = {self.max_staleness} or less, or rollout.max_staleness = {math.ceil(self.ahead)}",
+                reason="what is started further ahead is too old when its batch is trained",
             )
         if self.replay_order != "oldest" and not self.oversample > 1:
             yield Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -67,6 +67,12 @@ class ReplayBuffer:
     def take(self, num_groups: int, policy_version: int, before: str | None = None) -> list[Group]:
         """Remove and return the first `num_groups` fresh groups, or fewer, that started before group `before`."""
         taken = sorted(self._available(policy_version, before), key=self._order)[:num_groups]
+        self._remove(taken)
+        return taken
+
+    def take_these(self, group_ids: Collection[str]) -> list[Group]:
+        """Remove and return the groups with these ids."""
+        taken = [group for group in self._groups if group.group_id in group_ids]
         self._remove(taken)
         return taken
 

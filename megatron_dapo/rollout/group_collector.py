@@ -10,7 +10,7 @@ The life of a group: while it is open, `OpenGroup.stage` says which part of it.
           +-----------+ may still be trained             |
           +---- queued again, before fresh prompts ------+
 
-Groups are trained in the order in which they started, not in which they finished: a batch is complete once every group
+With rollout.order = "start", groups are trained in the order in which they started, not in which they finished: a batch is complete once every group
 started before its last one is decided. So trained responses are as long as sampled ones. With oversample = 1 the batch
 depends only on the prompt stream, the seeds and the weights: it has the first groups, in start order, that pass the
 filter. The choice of prompts learns from this collection's groups at its end, in order of group ids. A group is started
@@ -23,6 +23,9 @@ passed the filter. With partial_rollout, groups unfinished when the batch is com
 collection; without it, the collection ends once they have ended. With max_staleness = 0 nothing can be carried over:
 the few surplus groups are dropped, finished or not, and their prompts are queued again.
 
+With rollout.order = "guarded", a batch after the first max_staleness takes groups as they are decided, and waits only for
+those that no later batch may train; see `age_guard`. rollout.ahead bounds how much is started for later batches.
+
 A batch may be handed out in parts (training.stream): each has the next groups in start order, once those before them are
 decided. So the parts of a batch have the same groups in the same order as the whole batch would.
 """
@@ -31,12 +34,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter, GroupFilter
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.injection import TEMPLATE
+from megatron_dapo.rollout.age_guard import DatedGroup, trainable
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import (
@@ -74,6 +79,8 @@ _RECENT = 0.5
 
 MIN_SHRUNK_SIZE = 2  # a group without its lost episodes: one episode has no advantage
 
+_WAIT_S = 0.01  # between looks for newer weights, with nothing in flight
+
 _MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
 
 
@@ -110,6 +117,7 @@ class GroupCollector(Collector):
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # version that trains the batch being collected
         self._first_number = 0  # number of the first group that this collection starts
+        self._num_groups = 0  # of the batch being collected
         self._num_handed_out = 0  # groups in parts of the batch being collected
         self._num_begun_earlier = 0  # of these, groups that an earlier collection started
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
@@ -125,6 +133,7 @@ class GroupCollector(Collector):
         """Return exactly `num_groups` whole groups, or fewer if rounds or prompts run out; or a part of them."""
         if not self._num_handed_out:
             self._begin(training_version)
+        self._num_groups = num_groups
         num_left = num_groups - self._num_handed_out
         size = min(part_size or num_left, num_left)
         exhausted = self._fill(num_groups, size)
@@ -182,13 +191,24 @@ class GroupCollector(Collector):
         exhausted: Exhaustion = ""
         while not self._is_complete(size):
             exhausted = self._start_groups(num_groups)
-            if not self._at(GroupStage.IN_FLIGHT):
+            if self._at(GroupStage.IN_FLIGHT):
+                self._receive_and_report(num_groups)
+            elif exhausted or not self._waits_for_weights:
                 return exhausted
-            self._receive_and_report(num_groups)
+            else:
+                time.sleep(_WAIT_S)
+                self._after_poll(self._progress(num_groups))
         return ""
+
+    @property
+    def _waits_for_weights(self) -> bool:
+        """True if rollout.ahead keeps the rest of the batch for the next policy version."""
+        return bool(self._rollout.ahead) and self._training_version > self._engine.policy_version
 
     def _is_complete(self, num_groups: int) -> bool:
         if self._rollout.dynamic_sampling == "hard":
+            if self._is_guarded:
+                return len(self._trainable()) >= num_groups
             return self._num_available(self._first_open()) >= num_groups
         # Without a refill, all started groups must be decided. If none is, the groups come from a batch given back.
         num_decided = sum(self._builder.filter_decisions.values())
@@ -213,6 +233,19 @@ class GroupCollector(Collector):
         """Return the first undecided group in start order; None if all are decided."""
         return next(iter(self._open), None)
 
+    @property
+    def _is_guarded(self) -> bool:
+        """True if the batch takes groups as they end. The first batches do not: short groups would come first."""
+        return self._rollout.order == "guarded" and self._training_version >= self._buffer.max_staleness
+
+    def _trainable(self) -> list[str]:
+        """Return the ids of the groups that a guarded batch may take now."""
+        bound, serving = self._buffer.max_staleness, self._engine.policy_version
+        groups = [DatedGroup(one.oldest_version(serving) + bound, one.group_id, False) for one in self._open.values()]
+        groups += [DatedGroup(one.policy_version + bound, one.group_id, True) for one in self._buffer]
+        num_left = self._num_groups - self._num_handed_out
+        return trainable(groups, self._training_version, num_left, self._num_groups)
+
     def _num_available(self, before: str | None = None) -> int:
         return self._buffer.num_available(self._training_version, before)
 
@@ -222,8 +255,9 @@ class GroupCollector(Collector):
         num_in_flight = len(self._at(GroupStage.IN_FLIGHT))
         exhausted: Exhaustion = ""
         round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
-        # The number of batches that may train a group started now.
-        num_batches = 1 + self._buffer.max_staleness - (self._training_version - self._engine.policy_version)
+        # The number of batches that may train a group started now, or the part of it that rollout.ahead allows.
+        num_ahead = self._rollout.ahead or self._buffer.max_staleness
+        num_batches = 1 + num_ahead - (self._training_version - self._engine.policy_version)
         while num_kept + num_in_flight < round_size:
             if num_kept + self._keep_rate * num_in_flight >= num_batches * num_groups:
                 break
@@ -453,7 +487,10 @@ class GroupCollector(Collector):
 
     def _take(self, size: int) -> tuple[Group, ...]:
         """Remove at most `size` decided groups from the buffer and return them in start order."""
-        taken = self._buffer.take(size, self._training_version, self._first_open())
+        if self._is_guarded:
+            taken = self._buffer.take_these(self._trainable()[:size])
+        else:
+            taken = self._buffer.take(size, self._training_version, self._first_open())
         self._num_begun_earlier += self._count_begun_earlier(taken)
         return tuple(sorted(taken, key=_group_id))
 

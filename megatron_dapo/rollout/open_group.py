@@ -59,6 +59,11 @@ class OpenGroup:
         """True if every response has ended."""
         return not self.missing
 
+    def oldest_version(self, serving: int) -> int:
+        """Return the version of its oldest token; without tokens `serving`, the version that would sample its first."""
+        versions = (tokens.version for one in self.completions.values() for tokens in one.versions)
+        return min(versions, default=serving)
+
     @property
     def lost_episodes(self) -> list[Completion]:
         """Episodes that a failure of the machine ended: they say nothing about the policy."""
