@@ -526,12 +526,6 @@ class TrainingConfig(Section):
     error."""
 
 
-    @property
-    def streams(self) -> bool:
-        """True if mini-batches are trained while their batch is generated."""
-        return self.stream != "off"
-
-
 ValueLossName = Literal["squared", "clipped"]
 ValueAggregation = Literal["token_mean", "sample_mean"]
 SftAggregation = ValueAggregation

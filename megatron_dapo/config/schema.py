@@ -514,7 +514,7 @@ class Config(Section):
     @property
     def part_size(self) -> int:
         """Groups that are handed to the trainer at once; 0: a whole batch."""
-        return self.training.mini_batch_prompts if self.training.streams else 0
+        return self.training.mini_batch_prompts if self.training.stream != "off" else 0
 
     @property
     def aggregation_length(self) -> int:

@@ -244,7 +244,7 @@ def build_collector(context: RunContext, data: RolloutData, engines: Engines) ->
         check_stop=context.stop.check,
         # The embedded engine can repeat a collection bit for bit. Servers cannot, and their output is expensive.
         keep_stopped=config.rollout.engine != "embedded",
-        overlaps=has_own_devices and config.training.streams,
+        overlaps=has_own_devices and config.training.stream != "off",
     )
     context.stack.callback(collector.close)
     return collector
