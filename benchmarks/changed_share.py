@@ -56,7 +56,7 @@ SETTINGS = (
     "evaluation.at_end=false",
     "data.eval_paths=[]",
 )
-MANTISSA_BITS = 7  # of bf16
+MANTISSA_BITS = 7
 
 
 def train(name: str, rate: float, steps: int, directory: Path, overrides: Sequence[str]) -> None:

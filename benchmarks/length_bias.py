@@ -171,7 +171,7 @@ def measure(
     )
     collector = GroupCollector(inputs, rollout, SamplingParams(max_new_tokens=limit), seed=0)
     trained: list[int] = []
-    lengths_by_group: dict[str, list[int]] = {}  # of trained groups, in order of training
+    lengths_by_group: dict[str, list[int]] = {}  # trained groups, in order of training
     ages: list[int] = []
     num_discarded = 0
     of_filter = dict.fromkeys(("skipped", "audited", "tokens_saved"), 0)  # each collection counts from zero
@@ -271,8 +271,8 @@ def main() -> None:
             speed = row["trained_tokens_per_second"] / base
             rows.append(
                 {
-                    **{"lengths": name, "settings": settings, "oversample": rollout.oversample},
-                    **{"max_staleness": rollout.max_staleness, **row, "speed": speed},
+                    "lengths": name, "settings": settings, "oversample": rollout.oversample,
+                    "max_staleness": rollout.max_staleness, **row, "speed": speed,
                 }
             )
             print(rows[-1], file=sys.stderr, flush=True)

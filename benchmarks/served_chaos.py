@@ -27,7 +27,7 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.types import Completion, GenerationRequest
 
-NUM_EPISODES = 300  # of 8 turns: a server is killed in one of 200 turns
+NUM_EPISODES = 300  # 8 turns each: a server is killed in one of 200 turns
 EVERY = Every(updates=60, resumes=120, kills=75, server_kills=25)
 TINY_EPISODES, TINY_EVERY = 32, Every(updates=12, resumes=16, kills=15, server_kills=20)
 _RESTARTS = 1000  # an hour

@@ -39,7 +39,7 @@ from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-Work = Sequence[tuple[str, int]]  # of a program: the text that begins each turn's conversation, and its most tokens
+Work = Sequence[tuple[str, int]]  # a program's turns: the text that begins each turn's conversation, and its most tokens
 BEGIN = "You have tools that take a while to answer. Go on until they say that you are done. "
 
 
@@ -52,13 +52,13 @@ class ServedSize:
     episodes: int
     turns: int
     begin: str  # an episode's first message, which is about as long as tools' schemas
-    turn_tokens: int  # of an episode's turn
+    turn_tokens: int  # most tokens of an episode's turn
     median_s: float  # median seconds of a step, as tools take
     sigma: float  # standard deviation of its logarithm
     programs: int  # at a time, and requests in flight of the direct side
-    single_turns: int  # of each program
-    single_tokens: int  # of such a turn, at most; lengths are evenly spread, the same for each program in another order
-    rounds: int  # of the endpoint and of the direct side, in turns
+    single_turns: int  # turns of each program
+    single_tokens: int  # most tokens of such a turn; lengths are evenly spread, the same for each program in another order
+    rounds: int  # measurements of each side, which take turns
     context: int = 1024
     updates: int = 1  # in a play with updates
     in_flight: int = 64  # requests at the server

@@ -19,7 +19,7 @@ from megatron_dapo.algorithms.policy_loss import ppo_clip
 from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
 from megatron_dapo.algorithms.whitening import moments, whiten
-from megatron_dapo.config.algorithm_schema import PpoClipLossConfig
+from megatron_dapo.config.loss_schema import PpoClipLossConfig
 
 MONTE_CARLO, FIXED, BY_LENGTH = FixedLambda(1.0), FixedLambda(0.95), LengthAdaptiveLambda(0.5)
 

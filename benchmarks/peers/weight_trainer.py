@@ -311,7 +311,7 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
 
 
 def checksum_rates() -> dict[str, float]:
-    """GB/s of the checksum of a tensor in memory, of the product by torch.mv that it replaced, and of reading alone."""
+    """GB/s of the checksum of a tensor in memory, of the product by torch.mv that it replaced, and of only reading it."""
     values = torch.rand(RATE_SHAPE)
     words = values.view(torch.int64)
     factors = torch.randint(-(1 << 62), 1 << 62, (words.shape[1],))

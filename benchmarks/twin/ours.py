@@ -30,7 +30,7 @@ from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Repetition, SamplingParams, Score, VersionRange
 
 SCALE = 64  # tokens that a token of a completion stands for; times follow the whole lengths
-POLL_SECONDS = 0.25  # of the fake clock that a poll waits for more after a group has ended
+POLL_SECONDS = 0.25  # fake seconds that a poll waits for more after a group has ended
 TIMEOUT_S = 600.0
 NUM_PROMPTS = 4096
 

@@ -32,7 +32,7 @@ class Row:
     schedule: Schedule
     engines: int  # GPUs that generate
     step: float
-    generation: float  # of separate engines: the trainer's wait
+    generation: float  # s; the trainer's wait if the engines are separate
     update: float
     log_probs: float = 0.0
     trainers: int = 0  # GPUs that train; 0: the same

@@ -116,7 +116,7 @@ class Engine:
         self.busy_seconds = self.response_seconds = 0.0  # with a running response; summed over those
         self.running: list[tuple[float, int, Response, float]] = []  # heap: (end, number, response, step of its begin)
         self.waiting: deque[Response] = deque()
-        self._groups: set[Hashable] = set()  # whose prompt is cached
+        self._groups: set[Hashable] = set()  # groups with a cached prompt
         self._number = 0
 
     @property

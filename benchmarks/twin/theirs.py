@@ -53,7 +53,7 @@ class Rollouter:
         self.begun: dict[int, int] = {}  # prompt -> version at its start
         self.ended: deque[int] = deque()
         self._open: dict[int, int] = {}  # prompt -> responses that run
-        self._used = 0  # of the budget since the last update
+        self._used = 0  # groups of the budget, since the last update
         self.start()
 
     def start(self) -> None:

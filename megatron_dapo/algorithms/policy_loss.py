@@ -22,7 +22,7 @@ from megatron_dapo.algorithms.linear_scan import reverse_linear_scan
 from megatron_dapo.algorithms.policy_loss_inputs import Metrics, PolicyLossInputs, clipped, loss_metrics
 from megatron_dapo.algorithms.sequence_losses import gmpo, gspo, gspo_token
 from megatron_dapo.algorithms.trust_region_losses import dis, dppo_kl, dppo_tv
-from megatron_dapo.config.algorithm_schema import (
+from megatron_dapo.config.loss_schema import (
     CispoLossConfig,
     FipoLossConfig,
     FunctionLossConfig,

@@ -6,7 +6,7 @@ import torch
 
 from megatron_dapo.algorithms.policy_loss_inputs import Metrics, PolicyLossInputs, clipped, loss_metrics
 from megatron_dapo.algorithms.segments import segment_sum
-from megatron_dapo.config.algorithm_schema import GmpoLossConfig, GspoLossConfig, GspoTokenLossConfig
+from megatron_dapo.config.loss_schema import GmpoLossConfig, GspoLossConfig, GspoTokenLossConfig
 
 
 def _sequence_means(inputs: PolicyLossInputs, log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

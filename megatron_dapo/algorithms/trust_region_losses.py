@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dapo.algorithms.policy_loss_inputs import Metrics, PolicyLossInputs, loss_metrics
-from megatron_dapo.config.algorithm_schema import DisLossConfig, DppoKlLossConfig, DppoTvLossConfig
+from megatron_dapo.config.loss_schema import DisLossConfig, DppoKlLossConfig, DppoTvLossConfig
 
 
 def dis(inputs: PolicyLossInputs, loss: DisLossConfig) -> tuple[torch.Tensor, Metrics]:

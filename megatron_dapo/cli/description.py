@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from math import exp
 
 from megatron_dapo.config import Config
-from megatron_dapo.config.algorithm_schema import (
+from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig
+from megatron_dapo.config.loss_schema import (
     DppoTvLossConfig,
-    FunctionAdvantageConfig,
     FunctionLossConfig,
     GmpoLossConfig,
     PolicyLossConfig,

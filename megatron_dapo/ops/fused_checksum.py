@@ -67,7 +67,7 @@ def partial_sums(
     table,  # int64 [slices, _FIELDS]
     sums,  # int64 [slices, splits]
     splits,
-    BITS: tl.constexpr,  # of an element
+    BITS: tl.constexpr,  # size of an element
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ROW_SEED: tl.constexpr,

@@ -29,7 +29,7 @@ NUM_STEPS, NUM_COUNTED = 12, 8
 class QueuedStep:
     """What one engine and the trainer do in a step."""
 
-    responses: int  # of one engine
+    responses: int  # an engine
     running: int  # at once
     train: float  # seconds of the trainer
     update: float  # seconds of a weight update

@@ -117,9 +117,9 @@ class GroupCollector(Collector):
         self._open: dict[str, OpenGroup] = {}  # by group id, in start order
         self._training_version = 0  # version that trains the batch being collected
         self._first_number = 0  # number of the first group that this collection starts
-        self._num_groups = 0  # of the batch being collected
+        self._num_groups = 0  # size of the batch being collected
         self._num_handed_out = 0  # groups in parts of the batch being collected
-        self._num_begun_earlier = 0  # of these, groups that an earlier collection started
+        self._num_begun_earlier = 0  # those that an earlier collection started
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
         self._builder = StatisticsBuilder()
         self._losses = inputs.losses

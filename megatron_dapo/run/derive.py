@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CriticConfig, PpoClipLossConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, CriticConfig
 from megatron_dapo.config.data_schema import InjectionConfig
 from megatron_dapo.config.derive import derive
+from megatron_dapo.config.loss_schema import PpoClipLossConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.files import count_rows

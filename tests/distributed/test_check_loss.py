@@ -119,7 +119,8 @@ def loss(inputs):
 
 def own_losses(arguments: dict[str, Any]) -> dict[str, float]:
     from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-    from megatron_dapo.config.algorithm_schema import AlgorithmConfig, FunctionLossConfig
+    from megatron_dapo.config.algorithm_schema import AlgorithmConfig
+    from megatron_dapo.config.loss_schema import FunctionLossConfig
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof import worker
     from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from synced_server import connect
-from tests.unit.engines.endpoint.client_programs import CLIENTS, TALKS
-from tests.unit.engines.endpoint.test_clients import assert_one_stream, make_pool, template  # noqa: F401
-from tests.unit.rollout import episode_world as world
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.rollout.episodes.engine import EpisodeAccounting, EpisodeEngine
 from megatron_dapo.types import GenerationRequest
+from tests.unit.engines.endpoint.client_programs import CLIENTS, TALKS
+from tests.unit.engines.endpoint.test_clients import assert_one_stream, make_pool, template  # noqa: F401
+from tests.unit.rollout import episode_world as world
 
 CONTEXT = 2048
 SESSIONS = 27
-# All turns of a model with random weights are cut, at which these clients raise an error of their own.
+# All turns of a model with random weights are cut, at which these clients raise an error.
 RAISE_AT_A_CUT = {"openai-stream", "openai-responses-stream", "openai-agents-responses", "openai-agents-responses-by-id"}
 DYING = range(3, SESSIONS, 20)  # sessions whose program is killed while its first request is open
 

@@ -16,8 +16,9 @@ from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter
 from megatron_dapo.algorithms.policy_loss import policy_loss, ppo_clip
 from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
 from megatron_dapo.config import Config, config_from_dict, load_config
-from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig, PpoClipLossConfig
+from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig
 from megatron_dapo.config.inputs import hook_problems
+from megatron_dapo.config.loss_schema import FunctionLossConfig, PpoClipLossConfig
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.hooks import Callbacks, HookError, load_hook
 from megatron_dapo.models.config_json import read_architecture

@@ -48,7 +48,7 @@ class ServerPoint:
     resumed_from: str  # the checkpoint; "": it began anew
     episodes_held: int  # unfinished episodes with tokens in that checkpoint
     tokens_held: int  # sampled in them
-    tokens_again: int  # of these, sampled again
+    tokens_again: int  # those sampled again
     tokens_sampled: int  # by the resumed run, in what it trained
     begun_anew: int
     problem: str  # the first one, "" for none
@@ -67,7 +67,7 @@ class ServerProofReport:
     episodes_held: int
     tokens_held: int
     tokens_again: int
-    tokens_again_share: float  # of the tokens that the resumed runs sampled
+    tokens_again_share: float  # share of the tokens that the resumed runs sampled
     begun_anew: int
     seconds: float
     kills: Sequence[ServerPoint]

@@ -471,7 +471,7 @@ def _counted(buckets: Iterable[Outgoing], sums: ExpectedChecksums) -> Iterator[O
     """Yield the buckets and count each once its messages are under way: the next one is asked for then."""
     for outgoing in buckets:
         yield outgoing
-        # Of the shards, not of what is staged: an error on the way must differ from the engine's own checksum.
+        # The sums are of the shards, not of what is staged: an error on the way must differ from the engine's own checksum.
         values = {chunk: each.to(outgoing.dtypes[chunk.name]) for chunk, each in outgoing.values.items()}
         sums.add(outgoing.position[2:], values)
 

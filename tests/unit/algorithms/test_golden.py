@@ -41,13 +41,11 @@ from megatron_dapo.config.algorithm_schema import (
     CriticConfig,
     DrGrpoAdvantageConfig,
     GrpoAdvantageConfig,
-    GspoLossConfig,
     OffPolicyConfig,
-    PolicyLossConfig,
-    PpoClipLossConfig,
     ReinforceBaselineAdvantageConfig,
     RlooAdvantageConfig,
 )
+from megatron_dapo.config.loss_schema import GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
 from megatron_dapo.rewards.pool.repetition import ngram_repetition, tail_loop
 
 # A chapter whose every leaf another file reads.

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dapo.algorithms.policy_loss import policy_loss
 from megatron_dapo.algorithms.policy_loss_inputs import PolicyLossInputs
-from megatron_dapo.config.algorithm_schema import (
+from megatron_dapo.config.loss_schema import (
     DisLossConfig,
     DppoKlLossConfig,
     DppoTvLossConfig,

@@ -9,12 +9,8 @@ import torch
 
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.config import load_config
-from megatron_dapo.config.algorithm_schema import (
-    AlgorithmConfig,
-    GeneralizedKlConfig,
-    OffPolicyConfig,
-    PpoClipLossConfig,
-)
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, GeneralizedKlConfig, OffPolicyConfig
+from megatron_dapo.config.loss_schema import PpoClipLossConfig
 from megatron_dapo.types import MicroBatch
 
 

@@ -15,8 +15,9 @@ import pytest
 import megatron_dapo
 from megatron_dapo import ConfigError, Recipe, generate, train
 from megatron_dapo.config import load_config
+from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig
+from megatron_dapo.config.loss_schema import FunctionLossConfig
 from megatron_dapo.config.rules import UnusableInput
-from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig, FunctionLossConfig
 from megatron_dapo.data.hub import HubError, HubReference, hub_reference, input_directory
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "ü", "answer": 3}]

@@ -17,7 +17,7 @@ from megatron_dapo.config import (
     read_resolved,
     write_resolved,
 )
-from megatron_dapo.config.algorithm_schema import FunctionLossConfig
+from megatron_dapo.config.loss_schema import FunctionLossConfig
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import leaf_fields
 

@@ -15,9 +15,8 @@ from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES
 from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
-from megatron_dapo.config import algorithm_schema, model_schema
-from megatron_dapo.config.reward_schema import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS
-from megatron_dapo.config.reward_schema import RewardConfig
+from megatron_dapo.config import algorithm_schema, loss_schema, model_schema
+from megatron_dapo.config.reward_schema import BUILT_IN_PARTS, GOLD_PRESETS, VERIFIER_PRESETS, RewardConfig
 from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import SELECTION_METRICS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
@@ -27,7 +26,7 @@ from megatron_dapo.trainer.metrics import evaluation_metrics
 
 PAIRS = [
     (algorithm_schema.GrpoStd, STD_CONVENTIONS, ()),
-    (algorithm_schema.Aggregation, AGGREGATIONS, ()),
+    (loss_schema.Aggregation, AGGREGATIONS, ()),
     (algorithm_schema.KlEstimator, KL_LOSSES, ()),
     (algorithm_schema.Correction, OFF_POLICY_METHODS, ("none",)),
     (algorithm_schema.CorrectionLevel, LEVELS, ()),

@@ -88,9 +88,9 @@ def test_a_step_lies_between_the_slower_side_and_both_in_turn() -> None:
     overlapping = planned(max_staleness=1, partial_rollout=True, oversample=2.0)
     generate, update = overlapping.of_phase("generate"), overlapping.of_phase("weight_update")
     assert overlapping.trainer == pytest.approx(sum(map(overlapping.of_phase, overlapping.seconds)) - generate - update)
-    alone = planned()
-    assert alone.overlapped is None
-    assert max(generate, overlapping.trainer) + update < overlapping.total < alone.total
+    separate = planned()
+    assert separate.overlapped is None
+    assert max(generate, overlapping.trainer) + update < overlapping.total < separate.total
 
 
 def test_more_staleness_never_takes_longer() -> None:

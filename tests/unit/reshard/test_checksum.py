@@ -98,13 +98,13 @@ def test_every_single_bit_counts(dtype):
 def test_slices_that_begin_and_end_inside_words(dtype, columns):
     """A slice counts like a tensor of zeros around it."""
     values, (start, stop) = filled((5, 26), dtype), columns
-    alone = torch.zeros(5, 26 * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    alone.view(torch.uint8)[:, start * dtype.itemsize : stop * dtype.itemsize] = values.view(torch.uint8)[
+    padded = torch.zeros(5, 26 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    padded.view(torch.uint8)[:, start * dtype.itemsize : stop * dtype.itemsize] = values.view(torch.uint8)[
         :, start * dtype.itemsize : stop * dtype.itemsize
     ]
     part = values[:, start:stop]
     for held in (part, part.clone()):
-        assert slice_checksum(held, Slice((0, start), (5, stop - start)), (5, 26)) == oracle(alone)
+        assert slice_checksum(held, Slice((0, start), (5, stop - start)), (5, 26)) == oracle(padded)
 
 
 def test_places_count():

@@ -95,7 +95,7 @@ def test_the_thread_collects_the_rest_while_a_part_is_trained(make_world: Callab
                 parts = []
                 while not parts or not parts[-1].is_last:
                     parts.append(rollout.next_batch(6, 2))
-                    if rng.random() < 0.3:  # what a checkpoint would hold has every group once
+                    if rng.random() < 0.3:  # A checkpoint would hold every group once.
                         resumed = make_world(**settings)
                         state = json.loads(json.dumps(rollout.state_dict(), default=np.ndarray.tolist))
                         resumed.collector.load_state_dict(state)
