@@ -42,7 +42,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.rollout.collector import Collector
+from megatron_dapo.rollout.collector import Collector, ends_step
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +385,7 @@ class AsyncCollector:
             if not batch.is_last:
                 self._condition.notify_all()
                 return
-            self._next_version += batch.ends_step  # an empty batch trains nothing
+            self._next_version += ends_step(batch)  # an empty batch trains nothing
             following = State.EXHAUSTED if batch.should_stop else State.WAITING
             if self._state is State.COLLECTING:
                 self._set(following)

@@ -35,11 +35,6 @@ class RolloutBatch:
     prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
     samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
 
-    @property
-    def ends_step(self) -> bool:
-        """True if the batch is complete with these groups, and not empty."""
-        return self.is_last and self.num_before + len(self.groups) > 0
-
 
 def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return the batch whose parts these are; its statistics are those of the last part."""

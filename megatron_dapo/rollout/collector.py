@@ -211,12 +211,12 @@ class Collector(ABC):
 
     def _hand_out(self, batch: RolloutBatch) -> RolloutBatch:
         self._counters.num_trained += self._num_trained_by(batch)
-        self._counters.train_step += batch.ends_step
+        self._counters.train_step += ends_step(batch)
         return batch
 
     def _take_back(self, batch: RolloutBatch) -> None:
         self._counters.num_trained -= self._num_trained_by(batch)
-        self._counters.train_step -= batch.ends_step
+        self._counters.train_step -= ends_step(batch)
 
     def _counters_without(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
         """Return the counters as they were before `batches` were handed out."""
@@ -224,7 +224,7 @@ class Collector(ABC):
         return {
             **counters,
             "num_trained": counters["num_trained"] - sum(map(self._num_trained_by, batches)),
-            "train_step": counters["train_step"] - sum(batch.ends_step for batch in batches),
+            "train_step": counters["train_step"] - sum(map(ends_step, batches)),
         }
 
 
@@ -232,3 +232,8 @@ def sample_seed(run_seed: int, group_id: str, index: int) -> int:
     """Return the 63-bit seed of one response: different for every (run, group, index), the same on every node."""
     digest = hashlib.sha256(f"{run_seed}/{group_id}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # engines keep seeds in signed 64-bit tensors
+
+
+def ends_step(batch: RolloutBatch) -> bool:
+    """Return True if a batch is complete with these groups, and not empty."""
+    return batch.is_last and batch.num_before + len(batch.groups) > 0

@@ -131,7 +131,7 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     learner = make_learner(ParallelLayout(4, **arguments["layout"]))
     groups = make_groups()
     batch = RolloutBatch(tuple(groups), None, training_version=VERSION)
-    collector = SimpleNamespace(next_batch=lambda num_groups: batch, generation_step=3)
+    collector = SimpleNamespace(next_batch=lambda num_groups, part_size: batch, generation_step=3)
     engine = SimpleNamespace(run_on_rank0=lambda body: body() if rank == 0 else None, prefix_reuse=PrefixReuse())
     engines: Any = SimpleNamespace(engine=engine, servers=None)
     generator = Rollout(engines, collector if rank == 0 else None, coordination, filter_overlong=True)

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.proof.cases import CUTS, PACKINGS, RATIOS, SEQUENCES, expert_layouts, layouts, make_batch
-from megatron_dapo.proof.oracle import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, WEIGHTS
+from megatron_dapo.proof.losses import PROOF_LOSSES
+from megatron_dapo.proof.oracle import WEIGHTS
 
 
 @pytest.mark.parametrize(("num_processes", "num_layouts"), [(1, 1), (3, 6), (4, 19)])
@@ -61,7 +62,19 @@ def test_batch_has_what_makes_denominators_and_masks_differ() -> None:
     assert all((a.tokens == b.tokens).all() for a, b in zip(batch.samples, again.samples, strict=True))
 
 
-@pytest.mark.parametrize("bound", [1 - CLIP_LOW, 1 + CLIP_HIGH, DUAL_CLIP])
+BOUNDS = {"clip_ratio_low": lambda low: 1 - low, "clip_ratio_high": lambda high: 1 + high, "dual_clip": float}
+TOKEN_BOUNDS = sorted(
+    {
+        BOUNDS[key](value)
+        for loss in PROOF_LOSSES.values()
+        if not loss.has_sequence_advantage
+        for key, value in loss.section.items()
+        if key in BOUNDS
+    }
+)
+
+
+@pytest.mark.parametrize("bound", TOKEN_BOUNDS)
 def test_ratios_lie_on_both_sides_of_every_bound_and_away_from_it(bound) -> None:
     assert min(RATIOS) < bound < max(RATIOS)
     assert min(abs(ratio - bound) for ratio in RATIOS) > 0.02

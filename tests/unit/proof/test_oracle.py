@@ -11,7 +11,7 @@ import torch
 
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.cases import ProofBatch, make_batch
-from megatron_dapo.types import TrainSample
+from megatron_dapo.proof.losses import PROOF_LOSSES, ppo_clip
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["loss"]["loss_aggregation"]
 VALUES = {
@@ -39,9 +39,8 @@ def test_dr_grpo_divides_by_a_constant() -> None:
 def test_token_losses_by_hand() -> None:
     ratios = torch.tensor([0.5, 0.9, 1.25, 1.35, 3.1, 0.5, 0.9, 1.35, 3.1], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1, 1, 1, 1, -1, -1, -1, -1])
-    sample = TrainSample("s", 0, torch.zeros(10, dtype=torch.int64), 1, torch.ones(9), advantages, torch.zeros(9))
     logprobs = ratios.log().requires_grad_()
-    losses = oracle._token_losses(logprobs, sample)
+    losses = ppo_clip(logprobs, torch.zeros(9, dtype=torch.float64), advantages.double(), torch.ones(9))
     expected = [-0.5, -0.9, -1.25, -1.28, -1.28, 0.8, 0.9, 1.35, 3.0]
     torch.testing.assert_close(losses.detach(), torch.tensor(expected, dtype=torch.float64))
     losses.sum().backward()
@@ -54,7 +53,7 @@ def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
     model = oracle.make_model()
     whole = make_batch(oracle.MODEL_FIELDS["vocab_size"])
     batch = ProofBatch(whole.samples[:4], whole.ratios[:4])
-    samples, answers = oracle.solve(model, batch)
+    samples, answers = oracle.solve(model, batch, PROOF_LOSSES["ppo_clip"])
     for sample, ratios in zip(samples, batch.ratios, strict=True):
         ours = (oracle._response_logprobs(model, sample).detach() - sample.rollout_logprobs.double()).exp()
         torch.testing.assert_close(ours, ratios, rtol=1e-5, atol=1e-5)
@@ -62,7 +61,13 @@ def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
     def loss(mode: str) -> float:
         with torch.no_grad():
             parts = [
-                oracle._token_losses(oracle._response_logprobs(model, sample), sample) * sample.loss_mask
+                ppo_clip(
+                    oracle._response_logprobs(model, sample),
+                    sample.rollout_logprobs.double(),
+                    sample.advantages.double(),
+                    sample.loss_mask,
+                )
+                * sample.loss_mask
                 for sample in samples
             ]
         lengths = [int(sample.loss_mask.sum()) for sample in samples]
@@ -90,7 +95,7 @@ def test_masked_tokens_do_not_affect_the_result() -> None:
     assert sample.loss_mask.min() == 0
     changed = replace(sample, advantages=sample.advantages + 5 * (1 - sample.loss_mask))
     first, second = (
-        oracle.solve(model, ProofBatch((one,), batch.ratios))[1]["token_mean"] for one in (sample, changed)
+        oracle.solve(model, ProofBatch((one,), batch.ratios), PROOF_LOSSES["ppo_clip"])[1]["token_mean"] for one in (sample, changed)
     )
     assert first.loss == second.loss
     assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
