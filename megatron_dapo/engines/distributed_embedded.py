@@ -11,7 +11,7 @@ Each rank's work depends on counts only, never on time: equal submissions give e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ class DistributedEmbeddedEngine:
         commands.handlers["advance"] = commands.handlers["abort"] = self._take_part
         self._new: list[GenerationRequest] = []  # rank 0: submitted since the last poll
         self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
+        self._home: dict[str, int] = {}  # rank 0: where each conversation's last turn ran, by this policy version
         self._load = [0] * coordination.size  # rank 0: unfinished requests a rank
         self._finished: list[Completion] = []  # by the last command, on all ranks
         self._prefix_reuse = PrefixReuse()  # summed over all ranks
@@ -58,6 +59,7 @@ class DistributedEmbeddedEngine:
     def set_policy_version(self, version: int) -> None:
         """Called on every rank once its own tensors are in place."""
         self.local_engine.set_policy_version(version)
+        self._home.clear()
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """See `CollectiveEngine`. Unfinished requests stay where they are for the next round."""
@@ -85,12 +87,16 @@ class DistributedEmbeddedEngine:
         return self._all_ranks("advance") if self.num_unfinished else []
 
     def abort(self) -> list[Completion]:
-        return self._all_ranks("abort") if self.num_unfinished else []
+        # Without unfinished requests, too: contexts that some ranks keep would be used or not by what ran before.
+        aborted = self._all_ranks("abort") if self.num_unfinished or self._home else []
+        self._home.clear()
+        return aborted
 
     def _all_ranks(self, operation: str) -> list[Completion]:
-        shares, self._new = assign(self._new, self._load), []
+        shares, self._new = assign(self._new, self._load, self._home), []
         for rank, share in enumerate(shares):
             self._load[rank] += len(share)
+            self._home.update((request.affinity[0], rank) for request in share if request.affinity)
             self._rank_of.update((request.request_id, rank) for request in share)
         self._commands.command(operation, **_encode_requests(shares))
         for completion in self._finished:
@@ -124,22 +130,32 @@ class DistributedEmbeddedEngine:
         self._finished = [completion_from_json(done) for entry in reports for done in entry["completions"]]
 
 
-def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:
+def assign(
+    requests: Iterable[GenerationRequest], load: Sequence[int], home: Mapping[str, int] | None = None
+) -> list[list[GenerationRequest]]:
     """Split requests over ranks that already run `load` requests each.
 
-    Neighboring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank
-    would then run more than 1/8 above the even share; then the group is cut at the even share. Ties go to the lower
-    rank.
+    The next turn of a conversation goes to its rank in `home`, which keeps its context. Neighboring requests with equal
+    prompts (a group) stay on one rank, which prefills them once. Neither may put a rank more than 1/8 above the even
+    share: a turn then goes elsewhere, a group is cut at the even share. Ties go to the lower rank.
     """
     requests = list(requests)
     shares: list[list[GenerationRequest]] = [[] for _ in load]
     even = -(-(sum(load) + len(requests)) // len(load))
-    for _, run in groupby(requests, key=lambda request: request.prompt_ids):
+    most = even + even // 8
+    others = []
+    for request in requests:
+        rank = (home or {}).get(request.affinity[0]) if request.affinity else None
+        if rank is None or load[rank] + len(shares[rank]) >= most:
+            others.append(request)
+        else:
+            shares[rank].append(request)
+    for _, run in groupby(others, key=lambda request: request.prompt_ids):
         group = list(run)
         while group:
             rank = min(range(len(load)), key=lambda rank: load[rank] + len(shares[rank]))
             running = load[rank] + len(shares[rank])
-            whole = running + len(group) <= even + even // 8
+            whole = running + len(group) <= most
             count = len(group) if whole else max(1, min(len(group), even - running))
             shares[rank].extend(group[:count])
             group = group[count:]
@@ -158,6 +174,7 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
                 samplings.setdefault(r.sampling, len(samplings)),
                 r.seed,
                 r.prefix and _to_lists(r.prefix),
+                r.affinity,
             ]
             for r in share
         ]
@@ -179,7 +196,12 @@ def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationReque
     ]
     return [
         GenerationRequest(
-            request_id, prompts[prompt], samplings[sampling], seed, prefix and completion_from_json(prefix)
+            request_id,
+            prompts[prompt],
+            samplings[sampling],
+            seed,
+            prefix and completion_from_json(prefix),
+            affinity=tuple(affinity),
         )
-        for request_id, prompt, sampling, seed, prefix in command["requests"][rank]
+        for request_id, prompt, sampling, seed, prefix, affinity in command["requests"][rank]
     ]

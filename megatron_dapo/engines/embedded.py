@@ -7,8 +7,9 @@ one prompt, computed and kept once.
 
 A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where
 tokens are drawn, and a request with the same prompt as a running one costs nothing to start. A request that continues
-an aborted completion has its prompt and those tokens as its context, which is prefilled like a prompt. Random
-numbers are keyed by the absolute position: under unchanged weights it becomes the response it would have been.
+an aborted completion has its prompt and those tokens as its context, which is prefilled like a prompt. Random numbers are
+keyed by the absolute position: under unchanged weights it becomes the response it would have been. The next turn of a
+conversation (requests with one first `affinity`) finds its context's keys and values, if one policy version computed them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from megatron_dapo.engines.base import (
     max_new_tokens_of,
 )
 from megatron_dapo.engines.embedded_model import GLOBAL, LOCAL, check_config, empty_model, stored_parts, window_of
+from megatron_dapo.engines.kept_contexts import KeptContext, KeptContexts
+from megatron_dapo.engines.prefill import Prefill, Prefix
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
 from megatron_dapo.engines.slot_cache import Sharing, SlotCache
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
@@ -60,26 +63,12 @@ class EmbeddedEngineSettings:
 
 
 @dataclass
-class _Prefix:
-    """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
-
-    tokens: tuple[int, ...]  # the whole context: the prompt, and for continued requests the tokens so far
-    index: int = -1
-    num_rows: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens in the slot."""
-        return len(self.tokens) - 1
-
-
-@dataclass
 class _Row:
     """An active response: slot `index`; `starts` are (first response token, version) marks."""
 
     request: GenerationRequest
     index: int
-    prefix: _Prefix
+    prefix: Prefix
     starts: list[tuple[int, int]]
 
 
@@ -103,8 +92,9 @@ class EmbeddedEngine:
         self._request_ids: set[str] = set()
         self._complete: list[Completion] = []  # submitted with a prefix that needs no more
         self._rows: list[_Row] = []
-        self._prefixes: list[_Prefix] = []  # by slot
-        self._current: dict[tuple[int, ...], _Prefix] = {}  # prefixes of the served policy version, by prompt
+        self._prefixes: list[Prefix] = []  # by slot
+        self._current: dict[tuple[int, ...], Prefix] = {}  # prefixes of the served policy version, by prompt
+        self._kept = KeptContexts(settings.max_slots)  # by the served policy version
         self._allocate(config)
 
     @classmethod
@@ -129,6 +119,7 @@ class EmbeddedEngine:
             dtype=settings.dtype,
             device=device,
         )
+        self._prefill = Prefill(self._model, self._cache, self._window, settings.prefill_tokens)
         # int64 for all of them: a seed takes 64 bits.
         self._integers = torch.zeros(6, settings.max_slots, dtype=torch.int64, device=device)
         self._floats = torch.ones(2, settings.max_slots, dtype=torch.float32, device=device)
@@ -175,6 +166,7 @@ class EmbeddedEngine:
             )
         if version != self._version:
             self._current.clear()
+            self._kept.clear()
             # Not strict: columns after the last row are free slots.
             for row, num_tokens in zip(self._rows, self._integers[_COLUMN].tolist(), strict=False):
                 row.starts.append((num_tokens, version))
@@ -235,6 +227,7 @@ class EmbeddedEngine:
         self._waiting.clear()
         self._prefixes.clear()
         self._current.clear()
+        self._kept.clear()
         self._request_ids.clear()
         return completions
 
@@ -302,11 +295,21 @@ class EmbeddedEngine:
         for index in indices:
             row = self._rows[index]
             self._request_ids.discard(row.request.request_id)
+            self._keep(row)
             row.prefix.num_rows -= 1
         self._compact(set(indices))
         self._drop_prefixes()
         self._refresh()
         return completions
+
+    def _keep(self, row: _Row) -> None:
+        """Keep the context of a conversation for its next turn, unless an earlier version computed some of it."""
+        if not row.request.affinity or len(row.starts) > 1:
+            return
+        num_tokens = int(self._integers[_COLUMN, row.index])
+        tokens = row.prefix.tokens + tuple(self._tokens[row.index, :num_tokens].tolist())
+        stored = self._cache.context(row.prefix.index, row.prefix.length, row.index, num_tokens)
+        self._kept.keep(row.request.affinity[0], KeptContext(tokens, stored))
 
     def _reason(self, index: int) -> FinishReason:
         """ "stop" if the last token is a stop id, also at the length limit."""
@@ -377,7 +380,7 @@ class EmbeddedEngine:
         if not num_new:
             return
         new: list[_Row] = []
-        prefixes: list[_Prefix] = []
+        prefixes: list[Prefix] = []
         for offset in range(num_new):
             request = self._waiting.popleft()
             context = context_of(request)
@@ -385,7 +388,8 @@ class EmbeddedEngine:
             if request.prefix is not None:
                 self._prefix_reuse += PrefixReuse(len(context), prefix.length if prefix is not None else 0)
             if prefix is None:
-                prefix = self._current[context] = _Prefix(context)
+                kept = self._kept.take(request.affinity[0], context) if request.affinity else None
+                prefix = self._current[context] = Prefix(context, kept=kept)
                 prefixes.append(prefix)
             prefix.num_rows += 1
             new.append(_Row(request, len(self._rows) + offset, prefix, [(0, self._version)]))
@@ -394,30 +398,16 @@ class EmbeddedEngine:
         self._rows.extend(new)
         self._refresh()
 
-    def _add_prefixes(self, prefixes: list[_Prefix]) -> None:
+    def _add_prefixes(self, prefixes: list[Prefix]) -> None:
         """Give new prefixes their slots and fill them; those of similar length are computed together."""
         if not prefixes:
             return
-        prefixes = sorted(prefixes, key=lambda prefix: -prefix.length)
+        prefixes = sorted(prefixes, key=Prefix.order)
         for prefix in prefixes:
             prefix.index = len(self._prefixes)
             self._prefixes.append(prefix)
-        self._cache.reserve_prefixes(len(self._prefixes), prefixes[0].length)
-        for chunk in _chunks([prefix for prefix in prefixes if prefix.length], self.settings.prefill_tokens):
-            self._prefill(chunk)
-
-    def _prefill(self, prefixes: list[_Prefix]) -> None:
-        """Compute prefixes of falling length in consecutive slots. Padding on the right is never visible."""
-        width = prefixes[0].length
-        padded = [[*prefix.tokens[:-1], *[0] * (width - prefix.length)] for prefix in prefixes]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self.settings.device)
-        self._cache.begin_prefill(slice(prefixes[0].index, prefixes[-1].index + 1))
-        positions = self._columns[:width].expand(len(prefixes), -1)
-        # The attention over whole prompts makes its own mask.
-        masks = None if self._window is None else {GLOBAL: None, LOCAL: None}
-        self._model.get_decoder()(
-            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._cache, use_cache=True
-        )
+        self._cache.reserve_prefixes(len(self._prefixes), max(prefix.length for prefix in prefixes))
+        self._prefill.fill(prefixes)
 
     def _write_state(self, rows: list[_Row]) -> None:
         """Initial state of newly admitted rows, which stand in consecutive slots."""
@@ -445,17 +435,6 @@ class EmbeddedEngine:
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.settings.device)
-
-
-def _chunks(prefixes: list[_Prefix], max_tokens: int) -> list[list[_Prefix]]:
-    """Prefixes of falling length, cut so that count x longest stays within max_tokens (a single one may exceed it)."""
-    chunks: list[list[_Prefix]] = []
-    for prefix in prefixes:
-        if chunks and (len(chunks[-1]) + 1) * chunks[-1][0].length <= max_tokens:
-            chunks[-1].append(prefix)
-        else:
-            chunks.append([prefix])
-    return chunks
 
 
 def _version_ranges(starts: list[tuple[int, int]], num_tokens: int) -> tuple[VersionRange, ...]:

@@ -132,11 +132,29 @@ class Stored:
     sharing: Sharing
 
 
+@dataclass(frozen=True)
+class _Extension:
+    """Where the tokens of `SlotCache.begin_extend` go: token places[i] of row rows[i] to column columns[i] of its slot."""
+
+    slots: slice
+    width: int  # columns that attention reads
+    rows: torch.Tensor
+    places: torch.Tensor
+    columns: torch.Tensor
+
+    def write(self, prefixes: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Store states [n, kv_heads, L, d] in prefixes [slots, kv_heads, P, d]; return the slots' columns in use."""
+        slots = prefixes[self.slots]
+        slots[self.rows, :, self.columns] = states[self.rows, :, self.places]
+        return slots[:, :, : self.width]
+
+
 class SlotCache(Cache):
-    """Buffers [layers, 2, slots, kv_heads, columns, head_dim] for responses and for prefixes; two modes of writing.
+    """Buffers [layers, 2, slots, kv_heads, columns, head_dim] for responses and for prefixes; three modes of writing.
 
     `begin_decode`: one new token a row for rows [0, B), each at its own response column.
     `begin_prefill`: whole prompts for some prefix slots; attention sees just the prompts.
+    `begin_extend`: the rest of contexts that begin in their prefix slots; attention sees the slots.
     """
 
     def __init__(
@@ -165,6 +183,7 @@ class SlotCache(Cache):
         )
         self._cells: torch.Tensor | None = None  # decode: [B * kv_heads] rows of `_flat` to write
         self._prefill_slots = slice(0, 0)
+        self._extension: _Extension | None = None
 
     def reserve_prefixes(self, num_prefixes: int, width: int) -> None:
         """Have at least `num_prefixes` prefix slots of `width` columns; what they hold is kept."""
@@ -184,6 +203,7 @@ class SlotCache(Cache):
         Attention reads columns [0, span) of responses and [0, prefix_span) of prefixes.
         """
         num_rows = columns.numel()
+        self._extension = None
         self._cells = (self._first_column[:num_rows] + columns[:, None]).view(-1)
         responses = self.responses[:, :, :num_rows, :, :span].unbind(0)
         prefixes = self.prefixes[:, :, : sharing.num_prefixes, :, :prefix_span].unbind(0)
@@ -194,13 +214,27 @@ class SlotCache(Cache):
 
     def begin_prefill(self, slots: slice) -> None:
         """The next forward pass holds whole prompts (padded on the right) for these prefix slots."""
-        self._cells = None
+        self._cells = self._extension = None
         self._prefill_slots = slots
+
+    def begin_extend(self, slots: slice, columns: torch.Tensor, in_use: torch.Tensor) -> None:
+        """The next forward pass holds tokens [n, L] for these prefix slots at `columns` (int64 [n, L]); those outside the
+        bool mask `in_use` [n, L] are padding, which is not stored. Attention reads columns up to the last one in use.
+        """
+        self._cells = None
+        rows, places = in_use.nonzero(as_tuple=True)
+        written = columns[rows, places]
+        self._extension = _Extension(slots, int(written.max()) + 1, rows, places, written)
 
     def update(  # type: ignore[override] # `slot_attention` reads `Stored` as well
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]:
         """Store [B, kv_heads, L, head_dim] and return what attention has to read."""
+        if self._extension is not None:
+            return (
+                self._extension.write(self.prefixes[layer_idx, 0], key_states),
+                self._extension.write(self.prefixes[layer_idx, 1], value_states),
+            )
         if self._cells is None:
             length = key_states.shape[2]
             self.prefixes[layer_idx, 0, self._prefill_slots, :, :length] = key_states
@@ -210,6 +244,15 @@ class SlotCache(Cache):
         keys.index_copy_(0, self._cells, key_states.reshape(self._cells.numel(), -1))
         values.index_copy_(0, self._cells, value_states.reshape(self._cells.numel(), -1))
         return self._stored[layer_idx]
+
+    def context(self, slot: int, prefix_length: int, row: int, num_tokens: int) -> torch.Tensor:
+        """Return a copy [layers, 2, kv_heads, prefix_length + num_tokens, head_dim] of a prefix and the response after it."""
+        prefix = self.prefixes[:, :, slot, :, :prefix_length]
+        return torch.cat((prefix, self.responses[:, :, row, :, :num_tokens]), dim=3)
+
+    def write_prefix(self, slot: int, stored: torch.Tensor) -> None:
+        """Write a context [layers, 2, kv_heads, length, head_dim] to the first columns of a prefix slot."""
+        self.prefixes[:, :, slot, :, : stored.shape[3]] = stored
 
     def move_response(self, source: int, slot: int, length: int) -> None:
         """Overwrite columns [0, length) of response slot `slot` by those of `source`."""
@@ -239,7 +282,8 @@ def slot_attention(
     """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d].
 
     Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens if
-    that is given. `Stored` ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
+    that is given; with a bool mask [B, 1, L, P] of what each query sees, keys and values are [B, kv_heads, P, d]. `Stored`
+    ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, Stored) or isinstance(value, Stored):
@@ -247,8 +291,8 @@ def slot_attention(
         assert attention_mask is not None, "decoding needs the mask of visible columns"
         return _attend_stored(query * scale, key, value, attention_mask), None
     attend, length = torch.nn.functional.scaled_dot_product_attention, query.shape[2]
-    seen = None
-    if sliding_window is not None and sliding_window < length:
+    seen = attention_mask
+    if seen is None and sliding_window is not None and sliding_window < length:
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < sliding_window)

@@ -78,6 +78,17 @@ def episode_settings(config: Config) -> EpisodeSettings:
     if order == "auto":
         order = "rounds" if config.rollout.engine == "embedded" else "arrival"
     workers = worker_settings(config)
+    num_places = workers.num_processes * workers.episodes_per_process
+    num_episodes = config.rollout.prompts_per_step * config.rollout.group_size
+    if num_places < num_episodes:
+        logger.warning(
+            "environment: %d of the %d episodes of a batch play at a time, the others wait: raise environment.processes (%d) "
+            "or environment.episodes_per_process (%d)",
+            num_places,
+            num_episodes,
+            workers.num_processes,
+            workers.episodes_per_process,
+        )
     return EpisodeSettings(
         max_context_tokens=environment.max_context_tokens or config.longest_trained,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -85,7 +96,7 @@ def episode_settings(config: Config) -> EpisodeSettings:
         max_turn_tokens=environment.max_turn_tokens,
         max_seconds=environment.episode_seconds,
         success=environment.success,
-        max_environments=workers.num_processes * workers.episodes_per_process,
+        max_environments=num_places,
         retries=environment.retries,
         resume=environment.resume,
         order=order,

@@ -43,10 +43,23 @@ def test_a_group_stays_whole_on_busy_ranks_and_is_cut_on_idle_ones() -> None:
     ]
 
 
+def test_the_turns_of_a_conversation_stay_on_its_rank_unless_it_is_overloaded() -> None:
+    turns = [replace(request, affinity=(f"e{index}",)) for index, request in enumerate(group("a", 8))]
+    home = {f"e{index}": index % 2 for index in range(8)}
+    shares = assign(turns, [0, 0], home)
+    assert [[request.affinity[0] for request in share] for share in shares] == [
+        ["e0", "e2", "e4", "e6"],
+        ["e1", "e3", "e5", "e7"],
+    ]
+    shares = assign(turns, [0, 0], dict.fromkeys(home, 1))
+    assert sorted(map(len, shares)) == [4, 4]
+    assert {request.request_id for share in shares for request in share} == {request.request_id for request in turns}
+
+
 def test_requests_survive_json_exactly() -> None:
     shares = [group("a", 3) + group("b", 1, temperature=0.1), [], group("a", 2, temperature=1 / 3)]
     prefix = Completion("a/0", (7, 8), (-0.1, -1 / 3), "abort", (VersionRange(0, 1, 2), VersionRange(1, 2, 3)))
-    shares[0][0] = replace(shares[0][0], prefix=prefix)
+    shares[0][0] = replace(shares[0][0], prefix=prefix, affinity=("a/0", "a"))
     command = json.loads(json.dumps(_encode_requests(shares)))
     assert [_decode_requests(command, rank) for rank in range(3)] == shares
     assert len(command["prompts"]) == 2 and len(command["samplings"]) == 3

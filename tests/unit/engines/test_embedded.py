@@ -19,6 +19,7 @@ from transformers import (
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.engines.prefill import Prefill
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
 
@@ -204,10 +205,8 @@ def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPa
     model = reference_model()
     engine = make_engine(model, max_slots=4)
     prefilled = []
-    original = EmbeddedEngine._prefill
-    monkeypatch.setattr(
-        EmbeddedEngine, "_prefill", lambda self, rows: (prefilled.extend(rows), original(self, rows))[1]
-    )
+    original = Prefill._compute
+    monkeypatch.setattr(Prefill, "_compute", lambda self, rows: (prefilled.extend(rows), original(self, rows))[1])
     prompt = tuple(range(10, 30))
     sampling = SamplingParams(max_new_tokens=12)
     engine.submit([GenerationRequest(str(i), prompt, sampling, seed=i) for i in range(10)])
@@ -494,3 +493,95 @@ def test_prompts_of_any_number_and_length_share_slots_without_mixing() -> None:
     completions = drain(engine)
     for request in requests:
         check_against_forward(model, request, completions[request.request_id])
+
+
+def count_filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Padded tokens of each prefill forward pass from here on."""
+    filled: list[int] = []
+    original = Prefill._fill
+    monkeypatch.setattr(
+        Prefill, "_fill", lambda self, tokens, *rest: (filled.append(tokens.numel()), original(self, tokens, *rest))
+    )
+    return filled
+
+
+def next_turn(request: GenerationRequest, turn: Completion, observed: list[int]) -> GenerationRequest:
+    name, _, number = request.request_id.rpartition("/")
+    context = (*request.prompt_ids, *turn.token_ids.tolist(), *observed)
+    return replace(request, request_id=f"{name}/{int(number) + 1}", prompt_ids=context)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_turns_of_a_conversation_equal_a_full_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations of one group and of others, whose answers differ in length, in slots that they take from one another."""
+    model = reference_model(name)
+    engine = make_engine(model, max_slots=7, max_length=160, prefill_tokens=60)
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(6, 61) for _ in range(length)) for length in (1, 9, 30)]
+    waiting = []
+    for index in range(7):
+        sampling = SamplingParams(max_new_tokens=rng.randint(1, 9), stop_token_ids=(5,))
+        waiting.append(GenerationRequest(f"{index}/0", prompts[min(index, 2)], sampling, index, affinity=(f"{index}",)))
+    filled = count_filled(monkeypatch)
+    num_turns = 0
+    while waiting:
+        engine.submit(waiting)
+        if num_turns == 7:
+            filled.clear()
+        completions = drain(engine)
+        for request in waiting:
+            check_against_forward(model, request, completions[request.request_id])
+        num_turns += len(waiting)
+        turns = [
+            next_turn(
+                request, completions[request.request_id], [rng.randrange(6, 61) for _ in range(rng.randint(1, 8))]
+            )
+            for request in waiting
+        ]
+        waiting = [turn for turn in turns if num_turns < 35]
+    # The last sampled token and at most 8 observed ones, of which the last goes through a tick.
+    assert sum(filled) <= 28 * 8
+
+
+def test_a_conversation_computes_its_context_anew_after_an_update_or_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = reference_model(seed=0), reference_model(seed=1)
+    engine = make_engine(old)
+    request = GenerationRequest("a/0", tuple(range(10, 30)), SamplingParams(max_new_tokens=4), 3, affinity=("a",))
+    for disturb in (lambda: (load(engine, new), engine.set_policy_version(1)), engine.abort):
+        engine.submit([request])
+        request = next_turn(request, drain(engine)[request.request_id], [40, 41])
+        disturb()
+        filled = count_filled(monkeypatch)
+        engine.submit([request])
+        done = drain(engine)[request.request_id]
+        assert filled == [len(request.prompt_ids) - 1]
+        check_against_forward(new, request, done)
+        request = next_turn(request, done, [42])
+
+
+def test_a_turn_that_an_update_interrupts_leaves_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(reference_model(seed=0))
+    request = GenerationRequest("a/0", tuple(range(10, 20)), SamplingParams(max_new_tokens=6), 3, affinity=("a",))
+    engine.submit([request])
+    engine.advance(2)
+    load(engine, new := reference_model(seed=1))
+    engine.set_policy_version(1)
+    second = next_turn(request, drain(engine)["a/0"], [40])
+    filled = count_filled(monkeypatch)
+    engine.submit([second])
+    check_against_forward(new, second, drain(engine)["a/1"])
+    assert filled == [len(second.prompt_ids) - 1]
+
+
+def test_a_conversation_with_another_history_is_computed_whole() -> None:
+    model = reference_model()
+    engine = make_engine(model)
+    request = GenerationRequest("a/0", tuple(range(10, 20)), SamplingParams(max_new_tokens=4), 3, affinity=("a",))
+    engine.submit([request])
+    turn = drain(engine)["a/0"]
+    for second in (
+        replace(next_turn(request, turn, [40]), prompt_ids=(9, *next_turn(request, turn, [40]).prompt_ids[1:])),
+        replace(next_turn(request, turn, [40]), prompt_ids=request.prompt_ids),
+    ):
+        engine.submit([second])
+        check_against_forward(model, second, drain(engine)["a/1"])

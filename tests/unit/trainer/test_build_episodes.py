@@ -43,12 +43,19 @@ def test_a_template_that_rewrites_history_needs_the_user_s_word(tmp_path):
     assert template_proof(make(), inputs("qwen3", tmp_path)) is None
 
 
+def test_a_batch_with_more_episodes_than_places_is_warned_of(caplog):
+    episode_settings(make(f"{ON} environment.processes=2 environment.episodes_per_process=16"))
+    assert not caplog.records
+    episode_settings(make(f"{ON} environment.processes=3 environment.episodes_per_process=10"))
+    assert "30 of the 32 episodes of a batch play at a time" in caplog.text
+
+
 def test_results_of_tools_need_a_role_that_the_template_has(tmp_path, caplog):
     """Before anything is sampled, by what the environment's class says of itself."""
     file = Path(user_environments.__file__)
 
     def opened(kind: str, template: str) -> None:
-        config = make(kind)
+        config = make(f"{kind} environment.episodes_per_process=32")
         with episode_engine(config, template_proof(config, inputs(template, tmp_path)), object()):
             pass
 
