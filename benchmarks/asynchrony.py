@@ -5,7 +5,7 @@
 Engines are queues (`twin/simulation.py`): a decoding step lasts max(bytes / bandwidth, operations / peak) + fixed + per
 response, with the data sheet of an H20 and the shares of it that plans use. `twin/theirs.py` has verl's schedules as its
 documentation and scripts describe them, `twin/published.py` its rows. `twin/ours.py` drives the product's own collectors on
-a fake clock; `twin/schedules.py` models the schedules that they do not have (rows with `source` "model").
+a fake clock; `twin/schedules.py` models their schedules on a whole batch, and weight updates in flight (rows with `source` "model").
 
 Three numbers are fitted, to five rows: median and spread of the response lengths, and the fixed seconds of a decoding
 step. `published_max_error` is the largest |simulated / published - 1| of the steps of these rows, and
@@ -15,7 +15,7 @@ step. `published_max_error` is the largest |simulated / published - 1| of the st
 `ours` are steps of verl's 7B setting, 512 x 16 responses, trainer 106 s, weight update 4 s. `s1_seconds` and `s2_seconds` are
 the shortest steps by start or guarded with a staleness of at most 1 and 2. Rows with `share` below 1 have that share of the
 batch and the engines. In every run accounts balance after every poll, no group is older than the bound, and none is trained
-twice; `max_length_bias` is the largest of all rows. `model_error` compares the model with the collectors, whole batches.
+twice; `max_length_bias` is the largest of all rows. `model_error` compares the model with the collectors.
 
 `agents`: idle slots of an engine by the number of open episodes, and the number that (generating + acting) / generating
 asks for. `sensitivity`: each constant times 0.8 and 1.2, and the pairs of rows whose order changes.
@@ -37,6 +37,12 @@ from twin.published import FIT, FITTED, OTHERS, Row, compare, settings_of
 AIM_OTHERS = 0.15
 TRAIN, LOG_PROBS, SYNC = 106.0, 53.9, 4.0
 PARTS = 16
+# Schedules that both the collectors and the model have: number of parts, order.
+COLLECTED: dict[str, tuple[int, schedules.Order]] = {
+    "whole batches, by start": (1, "start"),
+    "streamed, by start": (PARTS, "start"),
+    "streamed, guarded": (PARTS, "guarded"),
+}
 WINDOW = 8192
 SAME = 0.02  # rows that are no further apart have no order
 
@@ -95,22 +101,22 @@ def collector_rows(num_steps: int, divide: int) -> list[dict[str, Any]]:
     rows = []
     for staleness in (0, 1, 2):
         given = setting(staleness, divide, num_steps)
-        found = ours.disaggregated(given)
-        rows.append(our_row("disaggregated, whole batches", "collectors", divide, staleness, found))
+        for name, (parts, order) in COLLECTED.items():
+            if staleness or order == "start":
+                found = ours.disaggregated(replace(given, parts=parts, order=order))
+                rows.append(our_row(name, "collectors", divide, staleness, found))
         together = replace(given, engines=2 * given.engines, train=TRAIN + LOG_PROBS)
         rows.append(our_row("colocated", "collectors", divide, staleness, ours.colocated(together)))
     windows = replace(setting(0, divide, num_steps), window=WINDOW)
-    rows.append(our_row("disaggregated, windows", "collectors", divide, 0, ours.disaggregated(windows)))
+    rows.append(our_row("windows", "collectors", divide, 0, ours.disaggregated(windows)))
     return rows
 
 
 def model_rows(num_steps: int, divide: int) -> list[dict[str, Any]]:
-    """Simulate schedules that the collectors do not have, and whole batches to compare them with."""
+    """Simulate the schedules of the collectors, and updates in flight, which they do not have."""
     rows = []
     kinds = {
-        "whole batches, by start": schedules.Schedule(),
-        "streamed, by start": schedules.Schedule(PARTS),
-        "streamed, guarded": schedules.Schedule(PARTS, "guarded"),
+        **{name: schedules.Schedule(*given) for name, given in COLLECTED.items()},
         "streamed, guarded, in flight": schedules.Schedule(PARTS, "guarded", keeps_cache=True),
     }
     for staleness in (1, 2):
@@ -219,15 +225,10 @@ def run(is_tiny: bool) -> dict[str, Any]:
 
 
 def _model_errors(real: Sequence[Mapping[str, Any]], model: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return |model / collectors - 1| of whole batches, by staleness."""
-    return [
-        round(abs(simulated["step"] / driven["step"] - 1), 3)
-        for driven in real
-        for simulated in model
-        if driven["row"] == "disaggregated, whole batches"
-        and simulated["row"] == "whole batches, by start"
-        and driven["staleness"] == simulated["staleness"]
-    ]
+    """Return |model / collectors - 1| of the schedules that both have."""
+    steps = {(row["row"], row["staleness"]): row["step"] for row in model}
+    pairs = [(row["step"], steps.get((row["row"], row["staleness"]))) for row in real]
+    return [round(abs(simulated / driven - 1), 3) for driven, simulated in pairs if simulated is not None]
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from twin.simulation import Cost, Fleet, Lengths, Response
@@ -49,6 +49,8 @@ class Settings:
     max_staleness: int = 0
     oversample: float = 1.0
     window: int = 0  # tokens; 0: whole responses
+    parts: int = 1  # mini-batches that are trained while the rest of the batch is generated; 1: whole batches
+    order: Literal["start", "guarded"] = "start"
     num_steps: int = 12
     num_warm: int = 4  # first steps that are not counted
 
@@ -188,9 +190,10 @@ class WatchedCollector(Collector):
         training_version: int | None = None,
         between_polls: Callable[[], None] | None = None,
         part_size: int = 0,
+        is_followed: Callable[[], bool] | None = None,
     ) -> RolloutBatch:
         self.is_collecting = True
-        batch = self._inner.collect(num_groups, training_version, between_polls, part_size)
+        batch = self._inner.collect(num_groups, training_version, between_polls, part_size, is_followed)
         with self._clock.condition:
             if self.is_awaited:
                 self._clock.limit, self.is_awaited = self._servers.fleet.now, False
@@ -251,7 +254,9 @@ class Run:
         self.servers = SimulatedServers(settings, self.clock)
         self.inner = self._collector()
         self.watched = WatchedCollector(self.inner, self.servers, self.clock)
-        self.collector = AsyncCollector(self.watched, self._ahead, TIMEOUT_S)
+        self._streams = settings.parts > 1
+        self.collector = AsyncCollector(self.watched, self._ahead, TIMEOUT_S, overlaps=self._streams)
+        self._num_taken = 0  # batches or parts
         self.time = 0.0
         self.version = -1
         self.trained: list[list[tuple[int, int]]] = []  # by step: (group, age)
@@ -276,6 +281,7 @@ class Run:
             oversample=settings.oversample,
             max_staleness=settings.max_staleness,
             partial_rollout=settings.max_staleness > 0,
+            order=settings.order,
         )
         sampling = SamplingParams(max_new_tokens=longest)
         if settings.window:
@@ -294,11 +300,15 @@ class Run:
         self._update(0.0)
         try:
             for _ in range(settings.num_steps):
-                begin = self.time
-                batch = self._next_batch()
-                waits.append(self.time - begin)
-                self._note(batch)
-                self._train(settings.train)
+                begin, waited = self.time, 0.0
+                self.trained.append([])
+                for _ in range(settings.parts):
+                    before = self.time
+                    batch = self._next_batch()
+                    waited += self.time - before
+                    self._note(batch)
+                    self._train(settings.train / settings.parts)
+                waits.append(waited)
                 self._update(settings.sync)
                 steps.append(self.time - begin)
         finally:
@@ -312,18 +322,20 @@ class Run:
     @property
     def _is_idle(self) -> bool:
         """True if the thread has nothing to collect until the next weight update."""
-        is_ahead = self.watched.num_collected - self.version > self._ahead
-        return not self.watched.is_collecting and (self._ahead == 0 or is_ahead)
+        is_ahead = self.watched.num_collected // self._settings.parts - self.version > self._ahead
+        return not self.watched.is_collecting and (is_ahead or not (self._streams or self._ahead))
 
     def _settle(self) -> None:
         """Wait until the thread has done what it can at this time."""
         self.clock.wait_for(lambda: self.clock.is_parked or self._is_idle)
 
     def _next_batch(self) -> RolloutBatch:
-        if self.watched.num_collected == len(self.trained):
+        if self.watched.num_collected == self._num_taken:
             self.watched.is_awaited = True
             self.clock.set(math.inf)
-        batch = self.collector.next_batch(self._settings.prompts)
+        part_size = self._settings.prompts // self._settings.parts if self._streams else 0
+        batch = self.collector.next_batch(self._settings.prompts, part_size)
+        self._num_taken += 1
         self._settle()
         self.time = max(self.time, self.servers.fleet.now)
         return batch
@@ -348,7 +360,7 @@ class Run:
 
     def _note(self, batch: RolloutBatch) -> None:
         ages = [(int(group.group_id), batch.training_version - group.policy_version) for group in batch.groups]
-        self.trained.append(ages)
+        self.trained[-1] += ages
 
 
 def outcome_of(

@@ -1,8 +1,6 @@
-"""A model of the product's schedules, for those that its collectors do not have: mini-batches that train while the rest of the
-batch still generates, and groups that are trained as they end.
+"""A model of the product's schedules, which is faster than its collectors and also has weight updates in flight.
 
-With `parts` = 1 and `order` = "start" it is the schedule of `AsyncCollector` over `GroupCollector`, with which it is compared.
-"guarded" trains decided groups as they end, but keeps a place for every group that this step must train to stay within
+Without those it is the schedule of `AsyncCollector` over `GroupCollector`, with which it is compared. "guarded" trains decided groups as they end, but keeps a place for every group that this step must train to stay within
 the bound of the staleness, and never drops one.
 """
 

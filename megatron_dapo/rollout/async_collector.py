@@ -415,6 +415,11 @@ class AsyncCollector:
             self._collector.hold()
             is_stopped = True
 
+    def _is_followed(self) -> bool:
+        """Return True if the batch after the one that is being collected may be collected at once."""
+        with self._condition:
+            return self._overlaps and self._next_version + 1 - self._version <= self._max_ahead
+
     def _must_stop(self) -> bool:
         try:
             self._require_running()
@@ -427,6 +432,6 @@ class AsyncCollector:
     ) -> RolloutBatch:
         start = time.perf_counter()
         num_groups, part_size = sizes
-        batch = self._collector.collect(num_groups, training_version, between_polls, part_size)
+        batch = self._collector.collect(num_groups, training_version, between_polls, part_size, self._is_followed)
         seconds = time.perf_counter() - start
         return replace(batch, generation_step=self._collector.generation_step, seconds=seconds)

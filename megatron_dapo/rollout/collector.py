@@ -127,7 +127,9 @@ class Collector(ABC):
         self._scorer = inputs.scorer
         self._on_progress = inputs.on_progress
         self._counters = counters
-        self._between_polls: Callable[[], None] | None = None  # for the current collection
+        # For the current collection, see `collect`.
+        self._between_polls: Callable[[], None] | None = None
+        self._is_followed: Callable[[], bool] = _never
 
     @property
     def generation_step(self) -> int:
@@ -148,6 +150,7 @@ class Collector(ABC):
         training_version: int | None = None,
         between_polls: Callable[[], None] | None = None,
         part_size: int = 0,
+        is_followed: Callable[[], bool] | None = None,
     ) -> RolloutBatch:
         """Return the next batch, or its next part.
 
@@ -158,6 +161,8 @@ class Collector(ABC):
                 error that it raises ends the collection.
             part_size: groups of a part, which is returned once they are decided; generation stands still between
                 calls. A batch ends with the part that `is_last`. 0: return whole batches.
+            is_followed: called at the end of a batch; returns True if the next collection follows at once, so that the
+                engine need not be stopped in between. None: it is stopped.
 
         Raises ValueError for a version that the engine cannot sample for, and CollectionExhausted if
         rollout.on_exhausted is "error". No error loses anything: the next call, or a collector that loads the state,
@@ -166,6 +171,7 @@ class Collector(ABC):
         if num_groups < 1:
             raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
         self._between_polls = between_polls
+        self._is_followed = is_followed or _never
         return self._collect(num_groups, training_version, part_size)
 
     @abstractmethod
@@ -226,6 +232,10 @@ class Collector(ABC):
             "num_trained": counters["num_trained"] - sum(map(self._num_trained_by, batches)),
             "train_step": counters["train_step"] - sum(map(ends_step, batches)),
         }
+
+
+def _never() -> bool:
+    return False
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:

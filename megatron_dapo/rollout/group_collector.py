@@ -1,11 +1,11 @@
 """Group collector: fills a rollout batch with groups worth training on (dynamic sampling).
 
-The life of a group: while it is open, `OpenGroup.stage` says which part of it.
+The life of a group, open until it is scored:
 
-    prompt stream -> IN_FLIGHT -> scored -> filter -> buffered -> batch, given back if it is not trained
+    prompt stream -> in flight -> scored -> filter -> buffered -> batch, given back if it is not trained
           ^           |    ^                   |         |
-          |      stop v    | next collection   |         | too stale
-          |          HELD (partial_rollout)    v         |
+          |      stop v    | resume            |         | too stale
+          |          held (partial_rollout)    v         |
           |           | none of its responses  filtered  |
           +-----------+ may still be trained             |
           +---- queued again, before fresh prompts ------+
@@ -20,8 +20,9 @@ With data.injection, the next collection starts with rewrites of prompts that th
 With oversample > 1, later groups are generated while the batch waits for its longest response. They belong to the next
 batches; no more are started than those batches can train within max_staleness, given the recent share of groups that
 passed the filter. With partial_rollout, groups unfinished when the batch is complete are held and continue in the next
-collection; without it, the collection ends once they have ended. With max_staleness = 0 nothing can be carried over:
-the few surplus groups are dropped, finished or not, and their prompts are queued again.
+collection, or stay in flight if it follows at once and may train them all; without it, the collection ends once they have
+ended. With max_staleness = 0 nothing can be carried over: the few surplus groups are dropped, finished or not, and their
+prompts are queued again.
 
 With rollout.order = "guarded", a batch after the first max_staleness takes groups as they are decided, and waits only for
 those that no later batch may train; see `age_guard`. rollout.ahead bounds how much is started for later batches.
@@ -47,23 +48,14 @@ from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import (
     Collector,
     CollectorInputs,
-    EpisodesLost,
     GroupCounters,
     PromptAccounting,
-    sample_seed,
 )
-from megatron_dapo.rollout.open_group import (
-    GroupStage,
-    OpenGroup,
-    fresh_completions,
-    is_partial,
-    next_request,
-    open_group_from_json,
-    open_group_to_json,
-    settled,
-)
+from megatron_dapo.rollout.lost_groups import LostGroups
+from megatron_dapo.rollout.open_group import OpenGroup, OpenGroups, open_group_from_json, open_group_to_json
 from megatron_dapo.rollout.prompt_source import PromptSource
 from megatron_dapo.rollout.scoring import score_groups, warn_of_lost
+from megatron_dapo.rollout.shortage import describe_shortage, rounds_are_exhausted
 from megatron_dapo.rollout.statistics import KEPT, UNSCORED, CollectStatistics, StatisticsBuilder
 from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, Group, SamplingParams
 
@@ -71,13 +63,8 @@ logger = logging.getLogger(__name__)
 
 STATE_VERSION = 3
 
-# With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
-MAX_FRUITLESS_ROUNDS = 100
-
 # Weight of a collection's filter decisions in the estimate of the next one's.
 _RECENT = 0.5
-
-MIN_SHRUNK_SIZE = 2  # a group without its lost episodes: one episode has no advantage
 
 _WAIT_S = 0.01  # between looks for newer weights, with nothing in flight
 
@@ -109,21 +96,20 @@ class GroupCollector(Collector):
         super().__init__(inputs, GroupCounters())
         self._rollout = config
         self._sampling = sampling
-        self._seed = seed
         self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
         self._own_filter = FunctionFilter(config.group_filter) if config.group_filter else None
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
-        self._open: dict[str, OpenGroup] = {}  # by group id, in start order
+        self._open = OpenGroups(inputs.engine, config, sampling, seed)
         self._training_version = 0  # version that trains the batch being collected
         self._first_number = 0  # number of the first group that this collection starts
         self._num_groups = 0  # size of the batch being collected
         self._num_handed_out = 0  # groups in parts of the batch being collected
         self._num_begun_earlier = 0  # those that an earlier collection started
         self._num_up_to_kept = 0  # groups that this collection started, up to the last one kept
-        self._builder = StatisticsBuilder()
-        self._losses = inputs.losses
-        self._num_lost_in_row = 0
+        self._runs_on = False  # groups stay in flight until the next collection, which follows at once
+        self._builder = self._open.builder
+        self._losses = LostGroups(inputs.losses, inputs.stream)
         self._reported: set[Exhaustion] = set()  # shortages that this process has warned of
         self._shown: list[Group] = []  # the first groups that this collection left out
 
@@ -149,10 +135,12 @@ class GroupCollector(Collector):
     def _begin(self, training_version: int | None) -> None:
         """Begin the collection of a batch."""
         self._training_version = self._checked_version(training_version)
-        self._builder = StatisticsBuilder()
+        self._builder = self._open.builder = StatisticsBuilder()
         self._shown.clear()
         self._num_up_to_kept = self._num_begun_earlier = 0
-        self._keep_for(self._training_version)
+        # After an error, groups may be in flight that the engine does not know.
+        runs_on, self._runs_on = self._runs_on, False
+        self._keep_for(self._training_version, stops=not runs_on)
         self._first_number = self._counters.num_started
         self._source.begin(self._training_version)
         self._counters.num_recent_decided *= _RECENT
@@ -191,8 +179,9 @@ class GroupCollector(Collector):
         exhausted: Exhaustion = ""
         while not self._is_complete(size):
             exhausted = self._start_groups(num_groups)
-            if self._at(GroupStage.IN_FLIGHT):
-                self._receive_and_report(num_groups)
+            if self._open.num_in_flight:
+                while not self._receive_and_report(num_groups) and not self._open.is_held:
+                    pass  # nothing has changed that the batch, or what to start, depends on
             elif exhausted or not self._waits_for_weights:
                 return exhausted
             else:
@@ -208,8 +197,8 @@ class GroupCollector(Collector):
     def _is_complete(self, num_groups: int) -> bool:
         if self._rollout.dynamic_sampling == "hard":
             if self._is_guarded:
-                return len(self._trainable()) >= num_groups
-            return self._num_available(self._first_open()) >= num_groups
+                return len(self._buffer) >= num_groups and len(self._trainable()) >= num_groups
+            return self._num_available(self._open.first_id) >= num_groups
         # Without a refill, all started groups must be decided. If none is, the groups come from a batch given back.
         num_decided = sum(self._builder.filter_decisions.values())
         has_ended = not self._open and (not num_decided or num_decided >= num_groups)
@@ -221,17 +210,13 @@ class GroupCollector(Collector):
             return self._num_handed_out + self._num_available()
         return sum(self._builder.filter_decisions.values()) % num_groups
 
-    def _receive_and_report(self, num_groups: int) -> None:
+    def _receive_and_report(self, num_groups: int) -> bool:
+        """Poll the engine once; return True if a group was decided or given up."""
+        num_open = len(self._open)
         self._receive(self._engine.poll())
+        has_changed = len(self._open) < num_open
         self._after_poll(self._progress(num_groups))
-
-    def _at(self, stage: GroupStage) -> list[OpenGroup]:
-        """Return the open groups of a stage in start order."""
-        return [group for group in self._open.values() if group.stage is stage]
-
-    def _first_open(self) -> str | None:
-        """Return the first undecided group in start order; None if all are decided."""
-        return next(iter(self._open), None)
+        return has_changed
 
     @property
     def _is_guarded(self) -> bool:
@@ -241,7 +226,7 @@ class GroupCollector(Collector):
     def _trainable(self) -> list[str]:
         """Return the ids of the groups that a guarded batch may take now."""
         bound, serving = self._buffer.max_staleness, self._engine.policy_version
-        groups = [DatedGroup(one.oldest_version(serving) + bound, one.group_id, False) for one in self._open.values()]
+        groups = [DatedGroup(one.oldest_version(serving) + bound, one.group_id, False) for one in self._open]
         groups += [DatedGroup(one.policy_version + bound, one.group_id, True) for one in self._buffer]
         num_left = self._num_groups - self._num_handed_out
         return trainable(groups, self._training_version, num_left, self._num_groups)
@@ -251,8 +236,8 @@ class GroupCollector(Collector):
 
     def _start_groups(self, num_groups: int) -> Exhaustion:
         """Continue all unfinished groups, then start as many as the batches need; return the limit that was met."""
-        requests = [request for group in self._at(GroupStage.HELD) for request in self._continue(group)]
-        num_in_flight = len(self._at(GroupStage.IN_FLIGHT))
+        requests = self._open.resume()
+        num_in_flight = self._open.num_in_flight
         exhausted: Exhaustion = ""
         round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
         # The number of batches that may train a group started now, or the part of it that rollout.ahead allows.
@@ -261,7 +246,7 @@ class GroupCollector(Collector):
         while num_kept + num_in_flight < round_size:
             if num_kept + self._keep_rate * num_in_flight >= num_batches * num_groups:
                 break
-            if self._rounds_are_exhausted(round_size):
+            if rounds_are_exhausted(self._rollout, round_size, self._builder.num_started, self._num_up_to_kept):
                 exhausted = "rounds"
                 break
             drawn = self._source.next(num_groups)
@@ -279,12 +264,6 @@ class GroupCollector(Collector):
         """Upper estimate of the share of recently decided groups that passed the filter; 1 at the beginning."""
         return (self._counters.num_recent_kept + 1) / (self._counters.num_recent_decided + 1)
 
-    def _rounds_are_exhausted(self, round_size: int) -> bool:
-        if self._rollout.max_num_gen_batches:
-            return self._builder.num_started >= self._rollout.max_num_gen_batches * round_size
-        num_fruitless = self._builder.num_started - self._num_up_to_kept
-        return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
-
     def _start(self, prompt_id: str, size: int, round_size: int) -> list[GenerationRequest]:
         """Put a new group in flight and return its requests."""
         if self._builder.num_started % round_size == 0:
@@ -292,103 +271,45 @@ class GroupCollector(Collector):
         # Fixed width, so that group ids sort in start order.
         group_id = f"{self._counters.num_started:012d}"
         group = OpenGroup(group_id, self._prompts[prompt_id], self._counters.generation_step, size=size)
-        self._open[group_id] = group
         self._counters.num_started += 1
         self._builder.num_started += 1
-        return self._continue(group)
-
-    def _continue(self, group: OpenGroup) -> list[GenerationRequest]:
-        """Put a group in flight and return requests for its missing responses."""
-        group.stage = GroupStage.IN_FLIGHT
-        group.num_fruitless.clear()
-        return [self._request(group, index) for index in group.missing]
-
-    def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
-        seed = sample_seed(self._seed, group.group_id, index)
-        request = next_request(group, index, self._sampling, seed, self._rollout.routing_replay)
-        self._builder.num_continued += request.prefix is not None
-        return request
+        return self._open.start(group)
 
     def _receive(self, completions: Sequence[Completion]) -> None:
         """Sort completions into their groups and decide on complete groups in start order."""
-        self._assign(completions)
+        self._open.add(completions)
         # An engine may abort by itself (on a restart). A group never trains on responses cut off that way.
         if self._rollout.partial_rollout:
-            self._continue_aborted(completions)
+            self._open.resubmit_aborted(completions)
         else:
-            self._restart_aborted()
-        self._give_up_lost()
-        self._decide([group for group in self._at(GroupStage.IN_FLIGHT) if group.is_complete])
-
-    def _assign(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            group, index = self._find(completion)
-            self._builder.num_tokens += group.add(index, settled(completion, self._sampling))
-
-    def _find(self, completion: Completion) -> tuple[OpenGroup, int]:
-        group_id, index = completion.request_id.rsplit("/", 1)
-        group = self._open.get(group_id)
-        assert group is not None and group.stage is GroupStage.IN_FLIGHT, (
-            f"the engine returned {completion.request_id}, which is not in flight"
-        )
-        return group, int(index)
-
-    def _restart_aborted(self) -> None:
-        """Restart groups with aborted responses from their prompts, once the engine works on none of them."""
-        for group in self._at(GroupStage.IN_FLIGHT):
-            if group.has_returned and not group.is_complete:
-                del self._open[group.group_id]
+            for group in self._open.take_aborted():
                 self._queue_again(group)
+        complete = self._open.complete()
+        self._decide([group for group in complete if not self._give_up_lost(group)])
 
-    def _continue_aborted(self, completions: Sequence[Completion]) -> None:
-        """Resubmit aborted responses at once."""
-        found = [self._find(completion) for completion in completions]
-        requests = [self._request(group, index) for group, index in found if is_partial(group.completions[index])]
-        if requests:
-            self._engine.submit(requests)
-
-    def _give_up_lost(self) -> None:
-        """Drop groups with a lost episode, or only the episode, once their other episodes have ended."""
-        for group in self._at(GroupStage.IN_FLIGHT):
-            if not group.is_complete or not (lost := group.lost_episodes):
-                continue
-            if self._losses.shrinks and len(group.completions) - len(lost) >= MIN_SHRUNK_SIZE:
-                group.leave_out(lost)
-                self._builder.add_left_out(lost)
-                continue
-            del self._open[group.group_id]
-            self._counters.num_lost += 1
-            self._num_lost_in_row += 1
-            self._builder.add_aborted(group.completions.values())
-            self._builder.num_lost += 1
-            assert lost[0].episode is not None, "a lost episode is an episode"
-            self._queue_lost(group.prompt.prompt_id, lost[0].episode.lost)
-
-    def _queue_lost(self, prompt_id: str, reason: str) -> None:
-        """Queue a prompt again whose group was lost, unless it was lost too often: then the cause is the prompt's."""
-        counts, limits = self._counters.lost_in_row, self._losses
-        counts[prompt_id] = counts.get(prompt_id, 0) + 1
-        if counts[prompt_id] <= limits.max_of_prompt:
-            self._stream.requeue(prompt_id)
-        else:
-            logger.warning(
-                "prompt %s is left out until the next epoch: an episode of it was lost in %d groups in a row: %s",
-                *(prompt_id, counts.pop(prompt_id), reason),
-            )
-        if self._num_lost_in_row >= limits.max_in_row:
-            raise EpisodesLost(
-                f"{self._num_lost_in_row} groups in a row lost an episode to a failure of its environment, the last one of "
-                f"prompt {prompt_id}: {reason}; mend the environment, or what it needs, and start again"
-            )
+    def _give_up_lost(self, group: OpenGroup) -> bool:
+        """Drop a complete group with a lost episode, or only the episode; return True if the group is dropped."""
+        if not (lost := group.lost_episodes):
+            return False
+        if self._losses.may_shrink(len(group.completions) - len(lost)):
+            self._open.leave_out(group, lost)
+            self._builder.add_left_out(lost)
+            return False
+        self._open.remove(group)
+        self._builder.add_aborted(group.completions.values())
+        self._builder.num_lost += 1
+        assert lost[0].episode is not None, "a lost episode is an episode"
+        self._losses.give_up(group.prompt.prompt_id, lost[0].episode.lost, self._counters)
+        return True
 
     def _decide(self, complete: Sequence[OpenGroup]) -> None:
         """Score complete groups and keep or drop each."""
         if not complete:
             return
-        for group in score_groups(self._scorer, complete, self._engine.policy_version):
-            del self._open[group.group_id]
-            self._num_lost_in_row = 0
-            self._counters.lost_in_row.pop(group.prompt.prompt_id, None)
+        scored = score_groups(self._scorer, complete, self._engine.policy_version)
+        for open_group, group in zip(complete, scored, strict=True):
+            self._open.remove(open_group)
+            self._losses.end_streak(group.prompt.prompt_id, self._counters)
             decision = self._decision(group)
             self._builder.add_scored(group, decision)
             if decision != UNSCORED:  # a lost score says nothing about the prompt
@@ -411,17 +332,19 @@ class GroupCollector(Collector):
         return KEPT if self._filter is None else self._filter.decide(accuracies)
 
     def _finish_source(self) -> None:
-        num_rewrites = sum(TEMPLATE in group.prompt.extra for group in (*self._open.values(), *self._buffer))
+        num_rewrites = sum(TEMPLATE in group.prompt.extra for group in (*self._open, *self._buffer))
         self._source.finish(num_rewrites)
 
     # Holding and queueing again
 
-    def _keep_for(self, training_version: int) -> None:
-        """Stop generation; keep every response and every buffered group that may train `training_version`.
+    def _keep_for(self, training_version: int, stops: bool = True) -> None:
+        """Keep every response and every buffered group that may train `training_version`.
 
-        The other groups' prompts are queued again, ahead of fresh ones and in start order.
+        The other groups' prompts are queued again, ahead of fresh ones and in start order. `stops`: generation is stopped;
+        otherwise only if a response may not be kept.
         """
-        given_up = self._hold(training_version)
+        oldest_allowed = training_version - self._buffer.max_staleness
+        given_up = self._open.hold(oldest_allowed) if stops or not self._open.are_fresh(oldest_allowed) else []
         stale = self._buffer.evict(training_version)
         for open_group in given_up:
             self._builder.add_aborted(open_group.completions.values())
@@ -431,24 +354,6 @@ class GroupCollector(Collector):
         for group in sorted(dropped, key=_group_id):
             self._stream.requeue(group.prompt.prompt_id)
             self._counters.num_queued_again += 1
-
-    def _hold(self, training_version: int) -> list[OpenGroup]:
-        """Hold every response in flight that may still train `training_version`; return the groups with none."""
-        if self._at(GroupStage.IN_FLIGHT):
-            self._assign(self._engine.abort())
-        oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
-        given_up = []
-        for group in list(self._open.values()):
-            kept: dict[int, Completion] = {}
-            if self._rollout.partial_rollout:
-                kept = fresh_completions(group.completions, oldest_allowed, serving)
-            if not kept:
-                given_up.append(self._open.pop(group.group_id))
-                continue
-            dropped = [held for index, held in group.completions.items() if index not in kept]
-            self._builder.num_discarded_tokens += sum(completion.num_sampled for completion in dropped)
-            group.completions, group.stage = kept, GroupStage.HELD
-        return given_up
 
     def _queue_again(self, group: OpenGroup) -> None:
         self._stream.requeue(group.prompt.prompt_id)
@@ -461,7 +366,8 @@ class GroupCollector(Collector):
         """Hand out the last of a batch's at most `num_groups` groups, and with them what the batch reports."""
         groups = self._take(num_groups - self._num_handed_out)
         # The next batch is the earliest that can train what is left.
-        self._keep_for(self._training_version + 1)
+        self._runs_on = self._is_followed()
+        self._keep_for(self._training_version + 1, stops=not self._runs_on)
         self._finish_source()
         num_before, self._num_handed_out = self._num_handed_out, 0
         batch = RolloutBatch(
@@ -490,7 +396,7 @@ class GroupCollector(Collector):
         if self._is_guarded:
             taken = self._buffer.take_these(self._trainable()[:size])
         else:
-            taken = self._buffer.take(size, self._training_version, self._first_open())
+            taken = self._buffer.take(size, self._training_version, self._open.first_id)
         self._num_begun_earlier += self._count_begun_earlier(taken)
         return tuple(sorted(taken, key=_group_id))
 
@@ -501,13 +407,14 @@ class GroupCollector(Collector):
         return self._builder.build(
             num_begun_earlier=num_begun_earlier,
             num_buffered=len(self._buffer),
-            num_unfinished=len(self._at(GroupStage.HELD)),
+            num_unfinished=len(self._open),
             prompts=self._source.statistics(),
         )
 
     def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
         """Return the incomplete batch that rollout.on_exhausted asks for."""
-        shortage = self._describe_shortage(num_groups, exhausted)
+        num_available = self._num_handed_out + self._num_available()
+        shortage = describe_shortage(self._rollout, exhausted, self._builder, num_available, num_groups)
         # Expected of a run that trains partial batches: later ones of the kind are in its metrics.
         is_known = exhausted in self._reported
         logger.log(logging.DEBUG if is_known and self._rollout.on_exhausted == "train_partial" else logging.WARNING, "%s", shortage)
@@ -521,34 +428,13 @@ class GroupCollector(Collector):
             )
         return self._batch(num_groups, exhausted)
 
-    def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
-        counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
-        limit = self._rollout.max_num_gen_batches
-        if exhausted == "prompts":
-            remedy = "raise data.max_epochs, add data"
-        elif limit:
-            remedy = f"raise rollout.max_num_gen_batches (now {limit}); choose easier or harder data"
-        else:
-            remedy = (
-                f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no "
-                "group; choose easier or harder data"
-            )
-        is_partial_trained = self._rollout.on_exhausted == "train_partial"
-        remedy += "" if is_partial_trained else ", or let rollout.on_exhausted train partial batches"
-        return (
-            f"only {self._num_handed_out + self._num_available()} of {num_groups} groups{' are trained' if is_partial_trained else ''}: {exhausted} are "
-            f"exhausted after {self._builder.num_started} groups ({counts}); {remedy}"
-        )
-
     def _progress(self, num_groups: int) -> CollectProgress:
-        in_flight = self._at(GroupStage.IN_FLIGHT)
-        num_waiting = sum(not is_partial(held) for group in in_flight for held in group.completions.values())
         return CollectProgress(
             num_accepted=min(num_groups, self._num_handed_out + self._num_available()),
             num_groups=num_groups,
-            num_in_flight=len(in_flight),
+            num_in_flight=self._open.num_in_flight,
             num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
-            num_responses=self._builder.num_scored_responses + num_waiting,
+            num_responses=self._builder.num_scored_responses + self._open.num_ended,
             num_tokens=self._builder.num_tokens,
         )
 
@@ -562,8 +448,8 @@ class GroupCollector(Collector):
             filtered=self._counters.num_filtered,
             queued_again=self._counters.num_queued_again,
             buffered=len(self._buffer),
-            unfinished=len(self._at(GroupStage.HELD)),
-            in_flight=len(self._at(GroupStage.IN_FLIGHT)),
+            unfinished=self._open.num_held,
+            in_flight=self._open.num_in_flight,
             lost=self._counters.num_lost,
         )
 
@@ -579,7 +465,7 @@ class GroupCollector(Collector):
             "stream": self._stream.state_dict(),
             "source": self._source.state_dict(),
             "buffer": self._buffer.state_dict(given_back=groups),
-            "open_groups": [open_group_to_json(group) for group in self._open.values()],
+            "open_groups": [open_group_to_json(group) for group in self._open],
             "counters": self._counters_without(untrained),
         }
 
@@ -590,13 +476,12 @@ class GroupCollector(Collector):
                 f"collector state has version {state.get('version')}, this program reads {STATE_VERSION}; resume with the "
                 "release (and the algorithm) that wrote it"
             )
-        num_in_flight = len(self._at(GroupStage.IN_FLIGHT))
-        assert not num_in_flight, f"{num_in_flight} groups are in flight; load the state before collecting"
+        self._open.clear()
         self._stream.load_state_dict(state["stream"])
         self._source.load_state_dict(state["source"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
-        self._open, self._num_handed_out = {}, 0
+        self._num_handed_out = 0
         for value in state["open_groups"]:
             self._restore(open_group_from_json(value, self._prompts))
 
@@ -608,7 +493,6 @@ class GroupCollector(Collector):
             for index, held in group.completions.items()
         )
         if self._rollout.partial_rollout and fits:
-            group.stage = GroupStage.HELD
-            self._open[group.group_id] = group
+            self._open.restore(group)
         else:
             self._queue_again(group)

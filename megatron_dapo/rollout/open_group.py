@@ -1,4 +1,8 @@
-"""Partial rollout: groups with stopped responses, and the requests that continue them.
+"""Open groups: what a collector holds of them, the requests that go to the engine, and the responses that come back.
+
+`group_collector` draws the life of a group. All open groups are in flight, or all are held with the responses that they have:
+`OpenGroups.hold` stops the engine and `resume` continues them. What a poll costs grows with the responses that it returns, not
+with those in flight, because the thread that collects shares its process with the trainer.
 
 A response is stopped before its end when a batch is full, when the weights change or when its engine dies. It comes
 back as a completion with finish_reason "abort" that has its tokens, log-probs and versions so far. No token is
@@ -14,26 +18,21 @@ long; a fresh draw would favor short ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from megatron_dapo.engines.base import completion_from_json, completion_to_json, finish_reason_of
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.engines.base import RolloutEngine, completion_from_json, completion_to_json, finish_reason_of
+from megatron_dapo.rollout.collector import sample_seed
+from megatron_dapo.rollout.statistics import StatisticsBuilder
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 # How often in a row an engine may return the same response unfinished and without a new token. Requests queued in an
 # engine that dies come back like that, but a working engine does not keep doing it.
 MAX_FRUITLESS = 16
-
-
-class GroupStage(Enum):
-    """What happens to an open group; `group_collector` draws its whole life."""
-
-    IN_FLIGHT = "the engine works on its missing responses"
-    HELD = "stopped with its tokens, until the next collection continues it"
 
 
 @dataclass(eq=False)
@@ -46,7 +45,6 @@ class OpenGroup:
     completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
     size: int = 0  # responses it will have
-    stage: GroupStage = GroupStage.IN_FLIGHT
 
     @property
     def missing(self) -> list[int]:
@@ -58,6 +56,11 @@ class OpenGroup:
     def is_complete(self) -> bool:
         """True if every response has ended."""
         return not self.missing
+
+    @property
+    def num_ended(self) -> int:
+        """Responses that have ended."""
+        return sum(not is_partial(completion) for completion in self.completions.values())
 
     def oldest_version(self, serving: int) -> int:
         """Return the version of its oldest token; without tokens `serving`, the version that would sample its first."""
@@ -184,3 +187,178 @@ def open_group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]
         completions={int(index): completion_from_json(held) for index, held in value["completions"].items()},
         size=value["size"],
     )
+
+
+class OpenGroups:
+    """Groups that are not decided, in start order.
+
+    Args:
+        engine: generates their responses.
+        config: the [rollout] section.
+        sampling: its sampling parameters with the model's stop tokens.
+        seed: the run's seed, from which, with group id and index, each response's seed is made.
+    """
+
+    def __init__(self, engine: RolloutEngine, config: RolloutConfig, sampling: SamplingParams, seed: int) -> None:
+        self._engine = engine
+        self._rollout = config
+        self._sampling = sampling
+        self._seed = seed
+        self._groups: dict[str, OpenGroup] = {}  # by group id, in start order
+        self._returned: set[str] = set()  # groups in flight that may be complete
+        self._num_ended = 0  # responses of groups in flight that have ended
+        self.is_held = True  # the engine works on none of them
+        self.builder = StatisticsBuilder()  # of the current collection
+
+    def __iter__(self) -> Iterator[OpenGroup]:
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def first_id(self) -> str | None:
+        """The first group in start order; None without any."""
+        return next(iter(self._groups), None)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that the engine works on."""
+        return 0 if self.is_held else len(self._groups)
+
+    @property
+    def num_held(self) -> int:
+        """Groups that wait to be continued."""
+        return len(self._groups) if self.is_held else 0
+
+    @property
+    def num_ended(self) -> int:
+        """Responses of groups in flight that have ended."""
+        return self._num_ended
+
+    # Requests
+
+    def start(self, group: OpenGroup) -> list[GenerationRequest]:
+        """Put a new group in flight and return its requests."""
+        assert not self.is_held, "new groups come after those that are continued"
+        self._groups[group.group_id] = group
+        return self._requests(group)
+
+    def resume(self) -> list[GenerationRequest]:
+        """Put all held groups in flight and return the requests that continue them."""
+        if not self.is_held:
+            return []
+        self.is_held = False
+        self._num_ended = sum(group.num_ended for group in self)
+        return [request for group in self for request in self._requests(group)]
+
+    def restore(self, group: OpenGroup) -> None:
+        """Add a saved group, held."""
+        assert self.is_held, "groups are in flight; load the state before collecting"
+        self._groups[group.group_id] = group
+
+    def clear(self) -> None:
+        """Forget all groups, of which none may be in flight."""
+        assert not self.num_in_flight, f"{self.num_in_flight} groups are in flight; load the state before collecting"
+        self._groups, self.is_held = {}, True
+
+    def _requests(self, group: OpenGroup) -> list[GenerationRequest]:
+        group.num_fruitless.clear()
+        missing = group.missing
+        if not missing:  # its last response ended as the engine was stopped
+            self._returned.add(group.group_id)
+        return [self._request(group, index) for index in missing]
+
+    def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
+        seed = sample_seed(self._seed, group.group_id, index)
+        request = next_request(group, index, self._sampling, seed, self._rollout.routing_replay)
+        self.builder.num_continued += request.prefix is not None
+        return request
+
+    # Responses
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Sort completions into their groups."""
+        for completion in completions:
+            group, index = self._find(completion)
+            before = group.completions.get(index)
+            self.builder.num_tokens += group.add(index, settled(completion, self._sampling))
+            ended = not is_partial(group.completions[index])
+            self._num_ended += ended - (before is not None and not is_partial(before))
+            self._returned.add(group.group_id)
+
+    def _find(self, completion: Completion) -> tuple[OpenGroup, int]:
+        group_id, index = completion.request_id.rsplit("/", 1)
+        group = self._groups.get(group_id)
+        assert group is not None and not self.is_held, (
+            f"the engine returned {completion.request_id}, which is not in flight"
+        )
+        return group, int(index)
+
+    def resubmit_aborted(self, completions: Sequence[Completion]) -> None:
+        """Continue responses that the engine aborted by itself, at once."""
+        pairs = [self._find(completion) for completion in completions]
+        requests = [self._request(group, index) for group, index in pairs if is_partial(group.completions[index])]
+        if requests:
+            self._engine.submit(requests)
+
+    def take_aborted(self) -> list[OpenGroup]:
+        """Remove and return the groups with aborted responses once the engine works on none of their responses."""
+        aborted = [group for group in self._in_order(self._returned) if group.has_returned and not group.is_complete]
+        for group in aborted:
+            self.remove(group)
+        return aborted
+
+    def complete(self) -> list[OpenGroup]:
+        """Return the groups whose every response has ended, in start order."""
+        complete = [group for group in self._in_order(self._returned) if group.is_complete]
+        self._returned = {group.group_id for group in complete}
+        return complete
+
+    def _in_order(self, group_ids: set[str]) -> list[OpenGroup]:
+        return [self._groups[group_id] for group_id in sorted(group_ids)]
+
+    def leave_out(self, group: OpenGroup, completions: Sequence[Completion]) -> None:
+        """Make a group smaller by some of its responses."""
+        self._num_ended -= group.num_ended
+        group.leave_out(completions)
+        self._num_ended += group.num_ended
+
+    def remove(self, group: OpenGroup) -> None:
+        """Remove a group, which is decided or given up."""
+        del self._groups[group.group_id]
+        self._returned.discard(group.group_id)
+        if not self.is_held:
+            self._num_ended -= group.num_ended
+
+    # Holding
+
+    def are_fresh(self, oldest_allowed: int) -> bool:
+        """Return True if each response, held or in flight, has only tokens of `oldest_allowed` and newer versions.
+
+        The engine is emptied before it serves another version, so a response in flight grows by the served one.
+        """
+        serving = self._engine.policy_version
+        return self._rollout.partial_rollout and all(group.oldest_version(serving) >= oldest_allowed for group in self)
+
+    def hold(self, oldest_allowed: int) -> list[OpenGroup]:
+        """Stop the engine and hold every response without tokens older than `oldest_allowed`; return the groups that have
+        none, which are removed."""
+        if self.num_in_flight:
+            self.add(self._engine.abort())
+        self.is_held, self._num_ended = True, 0
+        self._returned.clear()
+        serving = self._engine.policy_version
+        given_up = []
+        for group in list(self):
+            kept: dict[int, Completion] = {}
+            if self._rollout.partial_rollout:
+                kept = fresh_completions(group.completions, oldest_allowed, serving)
+            if not kept:
+                self.remove(group)
+                given_up.append(group)
+                continue
+            dropped = [held for index, held in group.completions.items() if index not in kept]
+            self.builder.num_discarded_tokens += sum(completion.num_sampled for completion in dropped)
+            group.completions = kept
+        return given_up

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dapo.rewards.pool.disagreement import ShadowedPool
 from megatron_dapo.rewards.pool.pool import Scorer, VerifierPool, score_request
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
-from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
+
+if TYPE_CHECKING:
+    from megatron_dapo.rollout.open_group import OpenGroup
 
 logger = logging.getLogger(__name__)
 

@@ -189,12 +189,14 @@ def test_parts_train_while_the_rest_generates(twin: SimpleNamespace) -> None:
     assert guarded.oldest == parts.oldest == 0
 
 
+@pytest.mark.parametrize(("parts", "order"), [(1, "start"), (4, "start"), (4, "guarded")])
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_the_model_repeats_the_collectors(twin: SimpleNamespace, max_staleness: int) -> None:
+def test_the_model_repeats_the_collectors(twin: SimpleNamespace, max_staleness: int, parts: int, order: str) -> None:
     lengths = twin.Lengths(1000, 0.6, 6000, prompt=0)
     given = constant(twin, lengths=lengths, train=12.0, max_staleness=max_staleness, oversample=1.0 + max_staleness)
-    settings = twin.ours.Settings(**given)
-    driven, modelled = twin.disaggregated(settings), twin.schedules.simulate(settings, twin.schedules.Schedule())
+    settings = twin.ours.Settings(**given, parts=parts, order=order)
+    schedule = twin.schedules.Schedule(parts, order)
+    driven, modelled = twin.disaggregated(settings), twin.schedules.simulate(settings, schedule)
     assert modelled.step == pytest.approx(driven.step, rel=0.05)
     assert modelled.ages == pytest.approx(driven.ages, abs=0.15)
 

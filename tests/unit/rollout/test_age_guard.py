@@ -71,7 +71,7 @@ def test_nothing_is_trained_too_late_or_dropped(make_world: Callable, bound: int
             batch = joined(parts)
             assert len(batch.groups) == 6 and all(version - one.policy_version <= bound for one in batch.groups)
             ids = [group.group_id for group in batch.groups]
-            first_open = min(world.collector._open, default="9")
+            first_open = world.collector._open.first_id or "9"
             num_out_of_order += sum(one > first_open for one in ids)
             assert version >= bound or max(ids) < first_open, "the first steps go by start"
             trained += ids

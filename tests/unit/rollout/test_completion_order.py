@@ -82,7 +82,7 @@ def test_a_batch_does_not_depend_on_which_response_ends_first(
     seed: int,
 ) -> None:
     monkeypatch.setattr(prompt_filter, "_MIN_VISITS", 4)
-    monkeypatch.setattr("megatron_dapo.rollout.group_collector.MAX_FRUITLESS_ROUNDS", 5)
+    monkeypatch.setattr("megatron_dapo.rollout.shortage.MAX_FRUITLESS_ROUNDS", 5)
     arguments = {
         "max_epochs": None,
         "budget": budget,

@@ -13,7 +13,6 @@ import pytest
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.open_group import (
     MAX_FRUITLESS,
-    GroupStage,
     OpenGroup,
     fresh_completions,
     next_request,
@@ -127,13 +126,13 @@ def test_unfinished_groups_go_first_and_finished_responses_of_theirs_stay(make_w
 def test_a_response_over_the_bound_starts_again_and_is_counted(make_world: Callable) -> None:
     """Finished at version 0, partial at versions 0 and 1: which stay when version 2 is to be trained, bound 1."""
     world = make_world([0.5] * 10, group_size=3, max_staleness=1, partial_rollout=True, filter_groups=False)
-    group = OpenGroup("000000000000", world.collector._prompts["p0"], 1, size=3, stage=GroupStage.HELD)
+    group = OpenGroup("000000000000", world.collector._prompts["p0"], 1, size=3)
     done = completion((5, 6, 1), "stop", version=0)
     world.engine.policy_version = 2
     mixed = replace(completion((5, 6), version=0), versions=(VersionRange(0, 1, 0), VersionRange(1, 2, 1)))
     fresh = completion((5,), version=1)
     group.completions = {0: replace(done, request_id=f"{group.group_id}/0"), 1: mixed, 2: fresh}
-    world.collector._open[group.group_id] = group
+    world.collector._open.restore(group)
     world.collector._counters.num_started = 1
     submitted: dict[str, GenerationRequest] = {}
 
