@@ -243,6 +243,13 @@ class TelemetryConfig(Section):
     continues its run there. Each reads its usual variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, ...);
     MLflow without one writes to <run.output_dir>/mlruns. Extras of the same names install them."""
 
+    prometheus_port: Annotated[int, Bounds(ge=0, le=65535)] = 0
+    """Port at which a process of rank 0's node serves the newest metrics to Prometheus, at /metrics. 0: none. A run is
+    refused if the port is in use. The extra of the same name installs what it needs."""
+
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port. "0.0.0.0" lets other machines scrape it, without a password."""
+
     samples_per_step: NonNegativeInt = 64
     """Responses written to samples.jsonl per train step. 0: none."""
 

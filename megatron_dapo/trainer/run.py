@@ -38,6 +38,7 @@ from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.comparison import PlannedRun
 from megatron_dapo.rounding import GIB
 from megatron_dapo.telemetry.metrics import PHASES
+from megatron_dapo.telemetry.prometheus import prometheus_endpoint
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
 from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_data
@@ -183,6 +184,9 @@ def prepared_run(
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
+        if rank == 0:
+            where = config.telemetry.prometheus_host, config.telemetry.prometheus_port
+            stack.enter_context(prometheus_endpoint(*where, config.run.output_dir, config.run.name))
         stop = stack.enter_context(StopRequest(process.end_time, config.run.stop_notice_seconds))
         stop.share(dist.distributed_c10d._get_default_store())
         topology = run_topology(config, process.rendezvous_host, process.supervision)

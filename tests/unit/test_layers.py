@@ -47,6 +47,7 @@ HEAVY = {
     "tensorboard": {"telemetry"},
     "wandb": {"telemetry"},
     "mlflow": {"telemetry"},
+    "prometheus_client": {"telemetry"},
     "gradio": {"demo"},
     "matplotlib": {"ablation"},
     # bridge: SGLang's stock endpoint takes nothing else. converters: metadata of a torch_dist checkpoint, see below.
