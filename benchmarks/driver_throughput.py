@@ -369,7 +369,7 @@ def measure_routing(num_answers: int, num_tokens: int, num_rounds: int) -> dict[
     try:
         for first in range(0, num_rounds * num_answers, num_answers):
             cpu, outcomes = time.process_time(), []
-            dispatcher.send([(first + number, client, request) for number in range(num_answers)])
+            dispatcher.send([(first + number, client, request, "") for number in range(num_answers)])
             while len(outcomes) < num_answers:
                 outcomes += dispatcher.receive(1.0)
             rounds.append(time.process_time() - cpu)

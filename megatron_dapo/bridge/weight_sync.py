@@ -118,6 +118,7 @@ class WeightSync:
         release_cache: called on every rank between the transfer and the engines' wake-up, if they share devices with
             the trainer.
         weights: this rank's weights, for `publish`.
+        keeps_cache: the engines' running requests keep their keys and values; nothing is flushed.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class WeightSync:
         session: str | None = None,
         release_cache: Callable[[], None] | None = None,
         weights: WeightSource | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         if len(handles.leaders) != plan.num_engines:
             raise ValueError(f"weight sync: leaders of {len(handles.leaders)} engines, the plan has {plan.num_engines}")
@@ -144,6 +146,7 @@ class WeightSync:
         self._session = session or secrets.token_hex(8)
         self._release_cache = release_cache
         self._weights = weights
+        self.keeps_cache = keeps_cache
         self._agreed = False  # True once the ranks' plans were found equal; a plan never changes
 
     @property
@@ -195,11 +198,12 @@ class WeightSync:
         timeouts = self.timeouts
 
         def steps(control: EngineControl, report: EngineSyncReport) -> None:
-            # The engine returns unfinished responses, to be continued later.
+            # The engine returns unfinished responses, to be continued later, or keeps them (sglang.update_pause).
             _step(report, "pause", timeouts.pause_s, control.pause)
             report.state = EngineState.PAUSED
-            _step(report, "flush", timeouts.flush_s, control.flush_cache)
-            report.state = EngineState.FLUSHED
+            if not self.keeps_cache:
+                _step(report, "flush", timeouts.flush_s, control.flush_cache)
+                report.state = EngineState.FLUSHED
             _step(report, "begin", 3 * timeouts.session_s, lambda: _begin_session(control))
             report.state = EngineState.TRANSFERRING
 

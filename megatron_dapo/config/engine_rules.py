@@ -6,6 +6,7 @@ from megatron_dapo.config.section import Rule
 
 _SGLANG = 'rollout.engine == "sglang"'
 _GIVEN_BY_URL = f"{_SGLANG} and sglang.urls"
+_IN_FLIGHT = f'{_SGLANG} and sglang.update_pause != "abort"'
 
 ENGINE_RULES = (
     Rule(
@@ -27,6 +28,46 @@ ENGINE_RULES = (
     ),
     # The devices of servers given by URL are unknown to this run.
     Rule('sglang.placement == "disaggregated"', 'set sglang.placement = "disaggregated"', when=_GIVEN_BY_URL),
+    Rule(
+        'sglang.update_pause == "abort"',
+        'set sglang.update_pause = "abort", or rollout.engine = "sglang"',
+        when='rollout.engine != "sglang"',
+    ),
+    Rule(
+        'sglang.placement == "disaggregated"',
+        'set sglang.update_pause = "abort", or sglang.placement = "disaggregated"',
+        when=_IN_FLIGHT,
+        reason="servers that share devices with the trainer must be empty while it works",
+        path="sglang.update_pause",
+    ),
+    Rule(
+        "rollout.max_staleness > 0",
+        'set sglang.update_pause = "abort", or rollout.max_staleness = 1',
+        when=_IN_FLIGHT,
+        reason="without staleness no response is under way at a weight sync",
+        path="sglang.update_pause",
+    ),
+    Rule(
+        'algorithm.name != "tppo"',
+        'set sglang.update_pause = "abort"',
+        when=_IN_FLIGHT,
+        reason="the windows of T-PPO end before the weights change",
+        path="sglang.update_pause",
+    ),
+    Rule(
+        "not rollout.routing_replay",
+        'set sglang.update_pause = "abort", or rollout.routing_replay = false',
+        when=_IN_FLIGHT,
+        reason="a server that computes tokens again replaces the experts that they were sampled with",
+        path="sglang.update_pause",
+    ),
+    Rule(
+        "not sglang.enable_deterministic_inference",
+        'set sglang.enable_deterministic_inference = false, or sglang.update_pause = "retract"',
+        when='sglang.update_pause == "in_place"',
+        reason="with keys and values of several versions a response depends on when updates came, not only on its seed",
+        path="sglang.update_pause",
+    ),
     Rule(
         "sglang.tp_size % sglang.ep_size == 0",
         "set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",

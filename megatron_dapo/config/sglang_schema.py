@@ -12,6 +12,7 @@ WeightTransport = Literal["shared_memory", "p2p", "disk"]
 Quantization = Literal["none", "fp8"]
 AttentionBackend = Literal["", "fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native"]
 SamplingBackend = Literal["", "flashinfer", "pytorch"]
+UpdatePause = Literal["abort", "retract", "in_place"]
 
 
 class SglangConfig(Section):
@@ -61,6 +62,12 @@ class SglangConfig(Section):
 
     weight_sync_bucket_mb: PositiveInt = 64
     """Mebibytes of weights that an engine rank receives at a time. A sync needs two buckets of extra memory."""
+
+    update_pause: UpdatePause = "abort"
+    """What a weight sync does with unfinished responses of disaggregated servers. abort: they come back with their tokens
+    and are sent again. retract: they stay in the server, which drops all keys and values and computes them again by the
+    new weights. in_place: they stay with their keys and values, which the new weights then read; only later requests
+    compute theirs anew. retract and in_place need SGLang 0.5.23."""
 
     quantization: Quantization = "none"
     """none: servers hold the weights in model.dtype. fp8: servers hold their linear layers in e4m3 with one scale per

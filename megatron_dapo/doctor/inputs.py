@@ -180,7 +180,8 @@ def engine_findings(config: Config, trainer: TorchFacts | None, tries_import: bo
     facts = gather.sglang_facts(config)
     if tries_import and facts.version is not None:
         facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    return [*recipe.sglang_findings(facts), *recipe.engine_library_findings(facts.libraries, config.sglang, trainer)]
+    findings = recipe.sglang_findings(facts, config.sglang.update_pause)
+    return [*findings, *recipe.engine_library_findings(facts.libraries, config.sglang, trainer)]
 
 
 def _engine_problems(config: Config, tries_import: bool) -> Iterator[Violation]:

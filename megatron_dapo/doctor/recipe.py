@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_dapo.checkpoints.disk_space import CheckpointSpace, size
 from megatron_dapo.config.rules import Violation
-from megatron_dapo.config.sglang_schema import SglangConfig
+from megatron_dapo.config.sglang_schema import SglangConfig, UpdatePause
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts, conflict, ok, warning
-from megatron_dapo.engines.sglang.versions import api_version_of, newest, supported_range
+from megatron_dapo.engines.sglang.versions import api_version_of, newest, require_labels, supported_range
 from megatron_dapo.rounding import MIB
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
@@ -58,7 +58,7 @@ def processes_finding(needed: int, num_devices: int) -> Finding:
     return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
 
 
-def sglang_findings(facts: SglangFacts) -> list[Finding]:
+def sglang_findings(facts: SglangFacts, update_pause: UpdatePause = "abort") -> list[Finding]:
     """Check that the engines' environment can start the recipe's servers."""
     name = "sglang"
     if facts.error:
@@ -77,6 +77,10 @@ def sglang_findings(facts: SglangFacts) -> list[Finding]:
     detail = f"{facts.version} for {facts.python}; tested are {supported_range()}"
     is_tested = api_version.is_tested
     findings = [ok(name, detail) if is_tested else warning(name, f"{detail}: servers are probed at start-up", install)]
+    try:
+        require_labels(api_version, update_pause)
+    except ValueError as error:
+        findings.append(conflict("sglang.update_pause", str(error), install))
     if facts.nccl_difference:
         fix = "p2p joins both in one communicator: export the same before the run starts, and nothing in sglang.python's script"
         findings.append(conflict("sglang nccl", facts.nccl_difference, fix))

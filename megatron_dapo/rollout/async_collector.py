@@ -25,8 +25,9 @@ The state says where the thread is. The main thread requests a pause, and the th
     any -> CLOSING -> CLOSED: `close`;  COLLECTING or PAUSING -> FAILED -> RAISED: an error of the thread, then reported
 
 At a weight update the engine is emptied: unfinished responses are held with their tokens and continue with the new
-weights. The thread calls the collector, its engine and its verifier, never torch.distributed: the other ranks wait in
-the main thread's broadcast of the batch, under the deadline of their process group.
+weights. With keeps_requests they stay in the engine, which says the version of each token. The thread calls the
+collector, its engine and its verifier, never torch.distributed: the other ranks wait in the main thread's broadcast of
+the batch, under the deadline of their process group.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class AsyncCollector:
         check_stop: called between polls; raises once the run is asked to stop, and nothing more is generated.
         keep_stopped: if True, the state of a stopped collection includes what was generated. If False, it is the state
             before the collection, from which an engine that repeats its responses makes the same batch.
+        keeps_requests: the engine takes new weights while it has requests (sglang.update_pause).
 
     If the thread fails, the next call of `next_batch`, `before_update` or `paused` raises its error unchanged, and so
     does every later one. The collector has lost nothing, and `state_dict` still returns its state.
@@ -102,6 +104,7 @@ class AsyncCollector:
         check_stop: Callable[[], None] = lambda: None,
         keep_stopped: bool = True,
         overlaps: bool = False,
+        keeps_requests: bool = False,
     ) -> None:
         if max_ahead < 0:
             raise ValueError(f"asynchronous collector: max_ahead = {max_ahead}, must be at least 0")
@@ -112,6 +115,7 @@ class AsyncCollector:
         self._recover_engines = recover_engines
         self._check_stop = check_stop
         self._keep_stopped = keep_stopped
+        self._keeps_requests = keeps_requests
         self._begin: dict[str, Any] | None = None  # state before a stopped collection that is not kept
         self._thread: threading.Thread | None = None
         self._condition = threading.Condition()  # guards everything below
@@ -203,10 +207,11 @@ class AsyncCollector:
                         deadline = time.monotonic() + self._timeout_s
 
     def before_update(self) -> None:
-        """Empty the engine and keep it idle until `after_update`, so that its weights can be replaced."""
+        """Empty the engine, unless it keeps its requests, and leave it alone until `after_update`: its weights change."""
         assert self._state is not State.UPDATING, "before_update was called twice; after_update comes between"
         self._stand_still(State.UPDATING)
-        self._collector.hold()
+        if not self._keeps_requests:
+            self._collector.hold()
 
     def after_update(self, version: int) -> None:
         """Resume collecting with an engine that serves policy `version`: the same as before or the next one."""

@@ -45,6 +45,7 @@ class OpenGroup:
     completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
     size: int = 0  # responses it will have
+    sent: int | None = None  # version served when its missing responses were requested; None: the engine works on none
 
     @property
     def missing(self) -> list[int]:
@@ -63,8 +64,11 @@ class OpenGroup:
         return sum(not is_partial(completion) for completion in self.completions.values())
 
     def oldest_version(self, serving: int) -> int:
-        """Return the version of its oldest token; without tokens `serving`, the version that would sample its first."""
-        versions = (tokens.version for one in self.completions.values() for tokens in one.versions)
+        """Return the version of its oldest token, or an older one while the engine works on it; without tokens `serving`, the
+        version that would sample its first."""
+        versions = [tokens.version for one in self.completions.values() for tokens in one.versions]
+        if self.sent is not None and self.missing:
+            versions.append(self.sent)  # an engine that keeps its requests over updates may have sampled by it
         return min(versions, default=serving)
 
     @property
@@ -264,6 +268,7 @@ class OpenGroups:
 
     def _requests(self, group: OpenGroup) -> list[GenerationRequest]:
         group.num_fruitless.clear()
+        group.sent = self._engine.policy_version
         missing = group.missing
         if not missing:  # its last response ended as the engine was stopped
             self._returned.add(group.group_id)
@@ -336,7 +341,7 @@ class OpenGroups:
     def are_fresh(self, oldest_allowed: int) -> bool:
         """Return True if each response, held or in flight, has only tokens of `oldest_allowed` and newer versions.
 
-        The engine is emptied before it serves another version, so a response in flight grows by the served one.
+        A response in flight grows by the version that was served when it was requested, and by newer ones.
         """
         serving = self._engine.policy_version
         return self._rollout.partial_rollout and all(group.oldest_version(serving) >= oldest_allowed for group in self)
@@ -351,6 +356,7 @@ class OpenGroups:
         serving = self._engine.policy_version
         given_up = []
         for group in list(self):
+            group.sent = None
             kept: dict[int, Completion] = {}
             if self._rollout.partial_rollout:
                 kept = fresh_completions(group.completions, oldest_allowed, serving)

@@ -245,6 +245,7 @@ def build_collector(context: RunContext, data: RolloutData, engines: Engines) ->
         # The embedded engine can repeat a collection bit for bit. Servers cannot, and their output is expensive.
         keep_stopped=config.rollout.engine != "embedded",
         overlaps=has_own_devices and config.training.stream != "off",
+        keeps_requests=has_own_devices and config.sglang.update_pause != "abort",
     )
     context.stack.callback(collector.close)
     return collector

@@ -131,6 +131,7 @@ def sglang_engine(config: Config, clients: Sequence[SglangClient]) -> SglangEngi
         config.sglang.max_running_requests,
         abort_s=config.sglang.abort_timeout_seconds,
         routing=routing,
+        update_pause=config.sglang.update_pause,
     )
     return SglangEngine(clients, settings)
 
@@ -145,7 +146,16 @@ def _weight_sync(run: RunServers, weights: WeightSource, controls: dict[int, Sgl
     seconds = sglang.weight_sync_timeout_seconds
     timeouts = SyncTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = run.device.make_room_for_cache if run.device else None
-    return WeightSync(sync_plan, handles, transport, run.coordination, timeouts, release_cache=release_cache)
+    keeps_cache = sglang.update_pause == "in_place"
+    return WeightSync(
+        sync_plan,
+        handles,
+        transport,
+        run.coordination,
+        timeouts,
+        release_cache=release_cache,
+        keeps_cache=keeps_cache,
+    )
 
 
 def _describe(run: RunServers, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:

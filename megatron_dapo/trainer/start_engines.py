@@ -111,8 +111,14 @@ class ServerPlace:
         """Return this rank's client of a ready server."""
         make = ColocatedClient if self.shares_devices else SglangClient
         api_version = servers.api_version(server.index)
-        name = f"{server.index} ({server.url})"
-        client = make(server.url, read_key(self.key_file), client_timeouts(self.config), api_version, name=name)
+        client = make(
+            server.url,
+            read_key(self.key_file),
+            client_timeouts(self.config),
+            api_version,
+            name=f"{server.index} ({server.url})",
+            update_pause=self.config.sglang.update_pause,
+        )
         own = servers.own(server.index)
         if isinstance(client, ColocatedClient) and isinstance(own, SupervisedServer):
             client.remember = own.remember_released
@@ -264,6 +270,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         prefill_cuda_graph=sglang.prefill_cuda_graph,
         seeded=sglang.enable_deterministic_inference,
         routing=config.rollout.routing_replay,
+        update_pause=sglang.update_pause,
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),

@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
 ENGINE_PYTHON = ".venv-sglang/bin/python"
+LABELING_PYTHON = ".venv-sglang-0.5.23/bin/python"  # SGLang labels tokens from this version on
 Check = Callable[[dict[str, Any]], bool]
 
 
@@ -110,6 +111,10 @@ BENCHMARKS: dict[str, Check] = {
     f"gpu/agents.py --engine-python {ENGINE_PYTHON}": lambda r: (
         (row := r["cases"]["episodes"])["lost"] == 0 < row["episodes_over_updates"] and row["mismatch"] < 1e-5 > row["mismatch_single"]
     ),
+    f"update_pause.py --engine-python {LABELING_PYTHON}": lambda r: (
+        r["modes"]["retract"]["again_tokens"] > r["modes"]["in_place"]["again_tokens"]
+        and min(mode["syncs"] for mode in r["modes"].values()) > 0
+    ),
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
 }
@@ -129,6 +134,9 @@ TOOLS: dict[str, tuple[str, str, Callable[[str, Path], bool]]] = {
     f"tools/prove_resume.py --algorithm episodes --engine-python {ENGINE_PYTHON}": (
         "--layout tp1 --set run.total_steps=3 --points 1 --json", "",
         lambda output, new: json.loads(output)["exact"] == 1 and json.loads(output)["tokens_again"] == 0,
+    ),
+    f"tools/prove_versions.py --engine-python {LABELING_PYTHON}": (
+        "--tokens 3000 --json", LABELING_PYTHON.split("/")[0], lambda output, new: json.loads(output)["holds"] and json.loads(output)["versions"] > 2,
     ),
     "tools/prove_resume.py": (
         "--layout pp2 --to-layout dp2 --points 1 --json", "", lambda output, new: json.loads(output)["equal"] == 1,
@@ -245,6 +253,8 @@ def test_every_program_is_run_here_and_shows_its_options(repository: Path) -> No
 @pytest.mark.parametrize("case", BENCHMARKS)
 def test_benchmark(case: str, repository: Path) -> None:
     program, *options = case.split()
+    if LABELING_PYTHON in options:
+        require(repository / LABELING_PYTHON.split("/")[0])
     result = run_json(repository, f"benchmarks/{program}", "--tiny", *options)
     assert BENCHMARKS[case](result), json.dumps(result, indent=1)[:5000]
 

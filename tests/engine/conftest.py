@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.engines.sglang.versions import api_version_of
 
 # Tests import the modules beside them and those of simulated trainers.
 DIRECTORY = Path(__file__).parent
@@ -33,6 +35,14 @@ def engine_python(repository: Path) -> Path:
     if not python.is_file():
         pytest.skip(f"no SGLang environment at {python}: run make test-engine, which installs it")
     return python
+
+
+@pytest.fixture(scope="session")
+def labels_tokens(engine_python: Path) -> bool:
+    """True if the environment's SGLang labels each token with the weights that sampled it."""
+    program = "import importlib.metadata as metadata; print(metadata.version('sglang'))"
+    done = subprocess.run([engine_python, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    return api_version_of(done.stdout.strip()).labels_tokens
 
 
 def _save_tiny_model(directory: Path, *, is_tied: bool) -> Path:

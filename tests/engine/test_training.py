@@ -190,9 +190,15 @@ def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., R
 
 
 @pytest.mark.long
-def test_generation_beside_training_stays_within_the_bound(train: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("update_pause", ["abort", "retract"])
+def test_generation_beside_training_stays_within_the_bound(
+    train: Callable[..., Run], update_pause: str, labels_tokens: bool
+) -> None:
     """Disaggregated servers, synced by point-to-point, generate during training; responses continue across updates."""
+    if update_pause != "abort" and not labels_tokens:
+        pytest.skip("this SGLang does not label tokens; tests/engine/test_update_pause.py shows that it is refused")
     run = train(
+        f'sglang.update_pause="{update_pause}"',
         'sglang.placement="disaggregated"',
         'sglang.weight_sync_transport="p2p"',
         "rollout.partial_rollout=true",

@@ -46,7 +46,7 @@ class EngineControl(Protocol):
     """Control of one engine during a weight sync. Every method returns when the engine is done and raises if it fails."""
 
     def pause(self) -> None:
-        """Stop generating; requests under way come back with what they have, as SGLang's /pause_generation has it."""
+        """Stop generating; requests under way come back with what they have, or stay for `resume`."""
 
     def flush_cache(self) -> None:
         """Drop the KV cache, which the old weights filled."""

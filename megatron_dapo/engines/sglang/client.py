@@ -39,6 +39,7 @@ from megatron_dapo.engines.sglang.wire import (
 from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
 
 if TYPE_CHECKING:
+    from megatron_dapo.config.sglang_schema import UpdatePause
     from megatron_dapo.engines.sglang.versions import ApiVersion
 
 # Idle connections are closed well before SGLang closes them (5 s): a request never meets a closing connection.
@@ -114,6 +115,7 @@ class SglangClient:
         key: its API key; None if it has none.
         api_version: what its version needs, see `versions.api_version_of`; None: no update session.
         name: how errors call the server; the URL by default.
+        update_pause: what `pause` does with running requests.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class SglangClient:
         api_version: ApiVersion | None = None,
         *,
         name: str = "",
+        update_pause: UpdatePause = "abort",
     ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"SGLang server URL {url!r}: give it as http://host:port")
@@ -131,6 +134,7 @@ class SglangClient:
         self.name = name or self.url
         self.timeouts = timeouts or Timeouts()
         self.api_version = api_version
+        self.update_pause: UpdatePause = update_pause
         self._key = key
 
     def __repr__(self) -> str:
@@ -155,16 +159,18 @@ class SglangClient:
         *,
         vocab_size: int,
         routing: RoutingShape | None = None,
+        cache_key: str = "",
     ) -> Generation:
         """Generate one response (or the rest of one, after a prefix).
 
+        Requests share keys and values only with those of their `cache_key`.
         `rid` names it on the server, among those running and for `abort`; aborting a rid aborts every rid that begins
         with it, so no rid may begin another. The caller bounds the wait. Raises EngineError.
         """
         # Any other timeout would cut off a request that waits in the server's queue.
         timeout = aiohttp.ClientTimeout(sock_connect=self.timeouts.connect_s)
         status, _, body = await self._exchange(
-            http, "POST /generate", self.timeouts.generate_s, timeout, json=generate_body(request, rid)
+            http, "POST /generate", self.timeouts.generate_s, timeout, json=generate_body(request, rid, cache_key)
         )
         if status == 499:  # aborted before it reached the scheduler: nothing was generated
             return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "")
@@ -231,9 +237,12 @@ class SglangClient:
     # Pausing
 
     def pause(self) -> None:
-        """Stop generating: what runs is answered with what it has, and new requests wait until `resume`."""
-        # SGLang has two other modes: "retract" queues what runs again and "in_place" keeps it with its cache.
-        self._call("POST /pause_generation", {"mode": "abort"}, self.timeouts.control_s, retries=_NUM_RETRIES)
+        """Stop generating; new requests wait until `resume`. What runs is answered with what it has (update_pause
+        "abort"), queued again without its cache ("retract"), or kept with it ("in_place").
+        """
+        # In the last two modes SGLang answers before its scheduler has paused; later commands take the same way there.
+        body = {"mode": self.update_pause}
+        self._call("POST /pause_generation", body, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def resume(self) -> None:
         """Generate again, after a pause."""
@@ -287,7 +296,7 @@ class SglangClient:
         body = {
             "model_path": str(directory),
             "load_format": "auto",
-            "flush_cache": True,
+            "flush_cache": self.update_pause != "in_place",
             "abort_all_requests": False,
         }
         self._call("POST /update_weights_from_disk", body, self.timeouts.update_s)

@@ -19,7 +19,8 @@ from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import GenerationRequest, RoutingShape
 
 
-Attempt = tuple[int, SglangClient, GenerationRequest]  # its number, unique; one try of a request on one server
+# One try of a request on one server: its number, unique, and the key of its cache, see `SglangClient.generate`.
+Attempt = tuple[int, SglangClient, GenerationRequest, str]
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,11 @@ class HttpDispatcher:
             self._connections[client] = client.open_async(self._max_connections)
         return self._connections[client]
 
-    async def _run(self, number: int, client: SglangClient, request: GenerationRequest) -> None:
+    async def _run(self, number: int, client: SglangClient, request: GenerationRequest, cache_key: str) -> None:
         result: Generation | EngineError
         try:
             # SGLang aborts every rid that begins with the one given; the full stop keeps one from beginning another.
-            result = await self._generate(client, request, f"{request.request_id}#{number}.")
+            result = await self._generate(client, request, f"{request.request_id}#{number}.", cache_key)
             self._answered_at[client] = self._loop.time()
         except EngineError as error:
             result = error
@@ -132,11 +133,14 @@ class HttpDispatcher:
         self._tasks.pop(number, None)
         self._arrived.put(Outcome(number, result))
 
-    async def _generate(self, client: SglangClient, request: GenerationRequest, rid: str) -> Generation:
+    async def _generate(
+        self, client: SglangClient, request: GenerationRequest, rid: str, cache_key: str
+    ) -> Generation:
         """Return the answer; EngineTimeout once the server has answered no request at all for generate_s."""
         sent_at, limit = self._loop.time(), client.timeouts.generate_s
+        http, size, routing = self._http(client), self._vocab_size, self._routing
         answer = self._loop.create_task(
-            client.generate(self._http(client), request, rid, vocab_size=self._vocab_size, routing=self._routing)
+            client.generate(http, request, rid, vocab_size=size, routing=routing, cache_key=cache_key)
         )
         try:
             while not answer.done():

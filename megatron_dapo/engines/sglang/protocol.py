@@ -26,6 +26,7 @@ ENDPOINTS: Mapping[str, Sequence[str]] = {
         "return_logprob",
         "logprob_start_len",
         "stream",
+        "extra_key",
         "return_routed_experts",
         "routed_experts_start_len",
     ),

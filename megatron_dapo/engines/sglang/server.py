@@ -24,12 +24,19 @@ from typing import Any
 import httpx
 
 from megatron_dapo.affinity import all_cpus
+from megatron_dapo.config.sglang_schema import UpdatePause
 from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
 from megatron_dapo.engines.sglang.server_settings import DTYPE_NAMES, WEIGHT_LOADER, ServerSettings, command, environment
-from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, supported_range
+from megatron_dapo.engines.sglang.versions import (
+    ApiVersion,
+    api_version_of,
+    newest,
+    require_labels,
+    supported_range,
+)
 from megatron_dapo.models.families import text_fields
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -50,7 +57,10 @@ class EngineStartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """The model and mode a server must serve. `seeded`: its deterministic mode is on. `routing`: it can return experts."""
+    """The model and mode a server must serve.
+
+    `seeded`: its deterministic mode is on. `routing`: it can return experts. `update_pause`: a pause that its labels must bear.
+    """
 
     architecture: str
     vocab_size: int
@@ -58,6 +68,7 @@ class Expectation:
     tensor_parallel: int
     seeded: bool = False
     routing: bool = False
+    update_pause: UpdatePause = "abort"
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Expectation:
@@ -72,7 +83,8 @@ class Expectation:
                 "Hugging Face checkpoint directory"
             ) from error
         dtype, tensor_parallel = DTYPE_NAMES[settings.dtype], settings.tensor_parallel
-        return cls(architecture, vocab_size, dtype, tensor_parallel, settings.seeded, settings.routing)
+        modes = settings.seeded, settings.routing, settings.update_pause
+        return cls(architecture, vocab_size, dtype, tensor_parallel, *modes)
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class ServerInfo:
     sampling_backend: str
     seeded: bool
     routing: bool
+    overlaps: bool
     weight_loaders: tuple[str, ...]
 
 
@@ -304,6 +317,7 @@ def _answers(http: httpx.Client, path: str, timeout_s: float) -> bool:
 def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInfo:
     """Return the server's description. Raise EngineStartError if it is not as expected."""
     api_version = api_version_of(str(_json(http, "/server_info").get("version")))
+    require_labels(api_version, expectation.update_pause)
     info = (_server_info if api_version.is_tested else _probed_info)(url, http, api_version)
     found, wanted = vars(info), vars(expectation)
     names = ("architecture", "vocab_size", "dtype", "tensor_parallel")
@@ -312,6 +326,8 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
         wrong.append("no seeds per request: start it with --enable-deterministic-inference")
     if expectation.routing and not info.routing:
         wrong.append("no experts in its answers: start it with --enable-return-routed-experts")
+    if expectation.update_pause == "in_place" and info.overlaps:
+        wrong.append("it launches batches ahead of a pause: start it with --disable-overlap-schedule")
     if WEIGHT_LOADER not in info.weight_loaders:
         wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
     if wrong:
@@ -367,6 +383,7 @@ def _server_info(url: str, http: httpx.Client, api_version: ApiVersion) -> Serve
             sampling_backend=str(server.get("sampling_backend")),
             seeded=bool(server.get("enable_deterministic_inference")),
             routing=bool(server.get("enable_return_routed_experts")),
+            overlaps=not server.get("disable_overlap_schedule"),
             weight_loaders=tuple(server.get("custom_weight_loader") or ()),
         )
     except (KeyError, TypeError) as error:

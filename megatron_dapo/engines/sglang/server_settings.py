@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dapo.config.rules import is_loopback
+from megatron_dapo.config.sglang_schema import UpdatePause
 
 WEIGHT_LOADER = "megatron_dapo.bridge.protocol.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +73,10 @@ class ServerSettings:
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
     routing: bool = False
     """Answers can hold the experts that were chosen."""
+    update_pause: UpdatePause = "abort"
+    """What weight syncs will do with running requests."""
+    cpu_overlap: bool = False
+    """Launch a batch before the last one's tokens are known, as on a GPU. On a CPU it only costs time."""
     quantization: Quantization = "none"
     """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the checkpoint's config.json says."""
     random_weights: bool = False
@@ -132,12 +137,17 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
         switches.append("enable-memory-saver")
     if settings.device == "cpu":
         arguments |= _cpu_arguments(settings)
-        switches += ["disable-cuda-graph", "disable-overlap-schedule"]
+        switches.append("disable-cuda-graph")
+        if not settings.cpu_overlap:
+            switches.append("disable-overlap-schedule")
     else:
         arguments["attention-backend"] = settings.attention_backend or None
         arguments["sampling-backend"] = settings.sampling_backend or None
         if not settings.prefill_cuda_graph:
             switches.append("disable-prefill-cuda-graph")
+        if settings.update_pause == "in_place":
+            # A batch launched before the pause would end after it and be labeled with the new weights.
+            switches.append("disable-overlap-schedule")
     valued = [text for name, value in arguments.items() if value is not None for text in (f"--{name}", str(value))]
     return [
         str(settings.python), "-m", "megatron_dapo.engines.sglang.serve",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron_dapo.config.sglang_schema import UpdatePause
+
 # The tests against a real server run with both. Versions between them are taken as they are.
 OLDEST = (0, 5, 17)
 NEWEST = (0, 5, 23)
 FIRST_WITH_UPDATE_SESSION = (0, 5, 21)
+FIRST_WITH_TOKEN_LABELS = (0, 5, 23)  # older ones between the tested two were not looked at
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class ApiVersion:
 
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
+    labels_tokens: bool = False  # answers have the label of each token's weights, and retracted requests let a cache be flushed
     is_tested: bool = True  # False: newer than NEWEST, to be probed (`protocol`)
 
 
@@ -35,12 +39,27 @@ def api_version_of(version: str) -> ApiVersion:
             f"SGLang {version} is older than what is supported, {supported_range()}: install sglang=={_text(OLDEST)} in the "
             "engine's environment"
         )
-    return ApiVersion(version, numbers >= FIRST_WITH_UPDATE_SESSION, is_tested=numbers <= NEWEST)
+    return ApiVersion(
+        version,
+        needs_update_session=numbers >= FIRST_WITH_UPDATE_SESSION,
+        labels_tokens=numbers >= FIRST_WITH_TOKEN_LABELS,
+        is_tested=numbers <= NEWEST,
+    )
 
 
 def supported_range() -> str:
     """Return the oldest and the newest tested version as text."""
     return f"{_text(OLDEST)} to {_text(NEWEST)}"
+
+
+def require_labels(api_version: ApiVersion, update_pause: UpdatePause) -> None:
+    """Raise ValueError if answers of this version cannot say which weights sampled each token."""
+    if update_pause != "abort" and not api_version.labels_tokens:
+        oldest = _text(FIRST_WITH_TOKEN_LABELS)
+        raise ValueError(
+            f'sglang.update_pause = "{update_pause}" needs SGLang {oldest} or newer, which labels each token with the weights '
+            f'that sampled it, not {api_version.version}: install sglang=={oldest} or set sglang.update_pause = "abort"'
+        )
 
 
 def newest() -> str:

@@ -35,6 +35,14 @@ class AnswerError(ValueError):
     """A server's answer does not fit the request."""
 
 
+@dataclass(frozen=True)
+class LabeledTokens:
+    """New tokens from the end of the range before to `end` were sampled by weights with this label."""
+
+    end: int
+    label: str
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """One answer of /generate, validated."""
@@ -46,10 +54,11 @@ class Generation:
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # for the whole sequence, see Completion
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
+    labels: tuple[LabeledTokens, ...] = ()  # of all tokens, in order; () from servers that label answers only
 
 
-def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
-    """The JSON body of /generate for one request under the server-side name `rid`."""
+def generate_body(request: GenerationRequest, rid: str, cache_key: str = "") -> dict[str, Any]:
+    """The JSON body of /generate for one request under the server-side name `rid`; see `SglangClient.generate`."""
     return {
         "rid": rid,
         "input_ids": context_of(request),
@@ -57,6 +66,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": -1,  # output tokens only
         "stream": False,
+        **({"extra_key": cache_key} if cache_key else {}),
         **(
             {"return_routed_experts": True, "routed_experts_start_len": len(_known_routing(request))}
             if request.with_routing
@@ -121,6 +131,7 @@ def parse_generation(
         version = meta.get("weight_version", "")
         if not isinstance(version, str):
             raise AnswerError(f"weight_version is no text but {type(version).__name__}")
+        labels = _labels(meta.get("weight_versions"), len(token_ids))
         routed = None
         if request.with_routing and len(token_ids):  # requests that were never started have no routing
             assert routing is not None, "a request for the routing of a model without experts"
@@ -132,7 +143,7 @@ def parse_generation(
             routed = _routing(experts, num_read + len(token_ids) - 1 - len(known), routing)
             if len(known):
                 routed = np.concatenate((known, routed))
-        return Generation(token_ids, logprobs, reason, version, num_cached, routed)
+        return Generation(token_ids, logprobs, reason, version, num_cached, routed, labels=labels)
     except AnswerError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # the parser's own
@@ -293,6 +304,17 @@ def _routing(encoded: memoryview | None, num_tokens: int, shape: RoutingShape) -
     if numbers.size and not (0 <= numbers.min() and numbers.max() < shape.num_experts):
         raise AnswerError(f"experts span {numbers.min()}..{numbers.max()}, the model has {shape.num_experts}")
     return numbers.reshape(expected).astype(shape.dtype)
+
+
+def _labels(value: Any, num_tokens: int) -> tuple[LabeledTokens, ...]:
+    """Return SGLang's [{version, start, end}, ...], which must cover all tokens; () if the answer has none."""
+    if value is None:
+        return ()
+    rows = [_object(row, "an entry of weight_versions").as_dict() for row in value]
+    ends = [end for row in rows if isinstance(end := row.get("end"), int)]
+    if [row.get("start") for row in rows] + [num_tokens] != [0, *ends] or ends != sorted(ends):
+        raise AnswerError(f"weight_versions {str(rows)[:200]} do not cover its {num_tokens} tokens one after the other")
+    return tuple(LabeledTokens(end, str(row.get("version"))) for end, row in zip(ends, rows, strict=True))
 
 
 def _check_count(value: Any, expected: int, what: str) -> None:

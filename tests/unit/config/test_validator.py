@@ -54,6 +54,9 @@ GIVEN_SERVERS = (
 )
 FP8_SERVERS = "rollout.engine=sglang sglang.quantization=fp8 algorithm.off_policy.correction=tis"
 STALE = "rollout.max_staleness=1 algorithm.off_policy.correction=tis"
+IN_FLIGHT = (
+    f"{STALE} rollout.engine=sglang rollout.partial_rollout=true sglang.placement=disaggregated sglang.update_pause=retract"
+)
 PUNISHMENT = "reward.overlong_punishment"
 
 
@@ -97,6 +100,11 @@ BROKEN = [
     ("data.max_epochs", "rollout.prompt_order=priority data.max_epochs=2"),
     ("rollout.temperature", "rollout.temperature=0.0"),
     ("rollout.partial_rollout", f"{STALE} rollout.engine=sglang sglang.placement=disaggregated"),
+    ("sglang.update_pause", "sglang.update_pause=retract"),
+    ("sglang.update_pause", f"{IN_FLIGHT} sglang.placement=colocated"),
+    ("sglang.update_pause", f"{IN_FLIGHT} rollout.max_staleness=0"),
+    ("sglang.update_pause", f"{IN_FLIGHT} rollout.routing_replay=true"),
+    ("sglang.update_pause", f"{IN_FLIGHT} sglang.update_pause=in_place"),
     ("sglang.ep_size", "rollout.engine=sglang sglang.tp_size=4 sglang.ep_size=3"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=3 parallel.ep_size=2"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=2"),
@@ -230,6 +238,8 @@ def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the
         FP8_SERVERS,
         f"{FP8_SERVERS} algorithm.off_policy.correction=none sglang.allow_quantization_bias=true",
         f"{STALE} rollout.engine=sglang rollout.partial_rollout=true sglang.placement=disaggregated",
+        IN_FLIGHT,
+        f"{IN_FLIGHT} sglang.update_pause=in_place sglang.enable_deterministic_inference=false",
         "algorithm.loss.dual_clip=off",
         "evaluation.temperature=0 evaluation.num_samples=1",
         "data.eval_paths=[]",

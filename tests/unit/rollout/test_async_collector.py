@@ -16,14 +16,18 @@ import pytest
 
 from megatron_dapo.rollout.async_collector import AsyncCollector, State
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
+from megatron_dapo.rollout.open_group import OpenGroup
+from megatron_dapo.types import Completion, Prompt, VersionRange
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
 TIMEOUT_S = 30.0
 
 
 @contextmanager
-def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[AsyncCollector]:
-    rollout = AsyncCollector(world.collector, world.max_staleness, timeout_s)
+def overlapped(
+    world: Any, timeout_s: float = TIMEOUT_S, keeps_requests: bool = False
+) -> Iterator[AsyncCollector]:
+    rollout = AsyncCollector(world.collector, world.max_staleness, timeout_s, keeps_requests=keeps_requests)
     try:
         publish(world, rollout, world.version)
         yield rollout
@@ -33,7 +37,7 @@ def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[AsyncCollec
 
 def publish(world: Any, rollout: AsyncCollector, version: int) -> None:
     rollout.before_update()
-    assert world.engine.num_unfinished == 0
+    assert world.engine.num_unfinished == 0 or rollout._keeps_requests
     world.engine.policy_version = version
     rollout.after_update(version)
 
@@ -88,15 +92,16 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 @pytest.mark.parametrize("oversample", [1.0, 2.5])
+@pytest.mark.parametrize("keeps_requests", [False, True])
 def test_tokens_keep_the_bound_and_prompts_are_trained_once(
-    make_world: Callable, max_staleness: int, oversample: float
+    make_world: Callable, max_staleness: int, oversample: float, keeps_requests: bool
 ) -> None:
     world = make_world(
         [0.5] * 150, max_staleness=max_staleness, oversample=oversample, partial_rollout=True, group_size=8
     )
     trained: list[str] = []
     seen: set[int] = set()
-    with overlapped(world) as rollout:
+    with overlapped(world, keeps_requests=keeps_requests) as rollout:
         for version in range(1, 1000):
             batch = rollout.next_batch(5)
             if batch.should_stop:
@@ -116,6 +121,42 @@ def test_tokens_keep_the_bound_and_prompts_are_trained_once(
     assert accounting.is_balanced and accounting.buffered == accounting.unfinished == accounting.in_flight == 0
     assert max(Counter(trained).values()) == 1 and len(trained) + accounting.filtered == 150
     assert seen >= set(range(1, max_staleness + 1)), "batches were collected ahead"
+
+
+@pytest.mark.parametrize("order", ["start", "guarded"])
+def test_responses_stay_in_an_engine_that_keeps_its_requests_at_an_update(make_world: Callable, order: str) -> None:
+    world = make_world(
+        [0.5] * 400, filter_groups=False, max_staleness=2, oversample=2.5, partial_rollout=True, group_size=8, order=order
+    )
+    num_kept = 0
+    with overlapped(world, keeps_requests=True) as rollout:
+        batches = []
+        for version in range(1, 25):
+            batch = rollout.next_batch(5)
+            batches.append(batch)
+            assert max(ages(batch)) <= 2
+            # The next collection is in the middle of its polls, or waits for newer weights.
+            wait_until(lambda: world.engine.num_unfinished > 0 or rollout._state is State.WAITING)
+            rollout.before_update()
+            assert world.collector.accounting().is_balanced
+            num_kept += world.engine.num_unfinished
+            world.engine.policy_version = version
+            rollout.after_update(version)
+    samples = [sample for batch in batches for group in batch.groups for sample in group.samples]
+    num_mixed = sum(len(sample.completion.versions) > 1 for sample in samples)
+    trained = Counter(group.group_id for batch in batches for group in batch.groups)
+    assert set(trained.values()) == {1} and sum(trained.values()) == 24 * 5
+    assert num_kept > 0 and num_mixed > 0, "updates met responses under way"
+    assert world.collector.accounting().queued_again == 0, "nothing is dropped for its age"
+
+
+def test_a_group_in_flight_is_as_old_as_its_requests() -> None:
+    group = OpenGroup("0", Prompt("p", (), (3,), "1"), 0, size=2, sent=4)
+    assert group.oldest_version(6) == 4, "the engine may have sampled by it"
+    group.add(0, Completion("0/0", np.zeros(2, np.int32), np.zeros(2, np.float32), "stop", (VersionRange(0, 2, 5),)))
+    assert group.oldest_version(6) == 4
+    group.sent = None  # it was held
+    assert group.oldest_version(6) == 5
 
 
 def test_a_collection_spans_an_update_and_continues_with_the_new_weights(make_world: Callable) -> None:

@@ -63,6 +63,13 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
+def ranges_of(labels: Sequence[str], num_tokens: int) -> list[dict[str, Any]]:
+    """SGLang's weight_versions: runs of tokens with one label."""
+    starts = [place for place, label in enumerate(labels) if not place or label != labels[place - 1]]
+    ends = [*starts[1:], num_tokens]
+    return [{"version": labels[start], "start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
+
+
 _NAMES = str.maketrans("/.", "__")
 # Endpoints of SGLang 0.5.23 and, of their bodies, the fields that a trainer may care for.
 ENDPOINTS: dict[str, list[str]] = {
@@ -70,7 +77,8 @@ ENDPOINTS: dict[str, list[str]] = {
     "GET /server_info": [],
     "GET /model_info": [],
     "POST /generate": ["text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid"]
-    + ["top_logprobs_num", "token_ids_logprob", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"],
+    + ["top_logprobs_num", "token_ids_logprob", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"]
+    + ["extra_key"],
     "POST /abort_request": ["rid", "abort_all", "finished_reason", "abort_message"],
     "POST /pause_generation": ["mode"],
     "POST /continue_generation": ["torch_empty_cache"],
@@ -118,6 +126,7 @@ class FakeServer:
         version: str = "0.5.17",
         token_s: float = 0.0,
         needs_session: bool = False,
+        labels_tokens: bool = False,
     ):
         self.key = key
         self.vocab_size = vocab_size
@@ -126,11 +135,12 @@ class FakeServer:
         self.version = version
         self.token_s = token_s
         self.needs_session = needs_session
+        self.labels_tokens = labels_tokens
         self.endpoints = dict(ENDPOINTS)  # in its description
         self.faults: dict[str, str] = {}  # by path
         self.answer_delay_s = 0.0  # a finished answer is held back
         self.freeze_after: int | None = None
-        self.is_paused = False
+        self.is_paused, self.pause_mode = False, ""
         self.in_session = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.on_update: Callable[[str, dict[str, Any]], None] = lambda path, body: None
@@ -138,6 +148,7 @@ class FakeServer:
         self.forwards: list[str] = []  # of health checks: the memory that was released then
         self.unlocked = threading.Condition()
         self.running: dict[str, str] = {}  # rid -> "run" or "abort"
+        self.num_generated: dict[str, int] = {}  # tokens of each rid
         self._cache: list[list[int]] = []  # sequences served since the last flush
         self._ended = False
         self._connections: set[socket.socket] = set()
@@ -290,8 +301,9 @@ class FakeServer:
                 return 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}}
             self.running[rid] = "run"
             self.unlocked.notify_all()
+        labels: list[str] = []
         try:
-            tokens, logprobs, reason = self._generate(ids, params, rid)
+            tokens, logprobs, reason = self._generate(ids, params, rid, labels)
         finally:
             with self.unlocked:
                 self.running.pop(rid, None)
@@ -308,13 +320,15 @@ class FakeServer:
             "weight_version": self.weight_version,
             "output_token_logprobs": [[value, token, None] for token, value in zip(tokens, logprobs, strict=True)],
         }
+        if self.labels_tokens:
+            meta["weight_versions"] = ranges_of(labels or [self.weight_version], len(tokens))
         if body.get("logprob_start_len") == 0:
             values = [None] + [-0.001 * token for token in ids[1:]]
             meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, ids, strict=True)]
         return 200, {"text": "never read", "output_ids": tokens, "meta_info": meta}
 
     def _generate(
-        self, ids: list[int], params: dict[str, Any], rid: str
+        self, ids: list[int], params: dict[str, Any], rid: str, labels: list[str]
     ) -> tuple[list[int], list[float], dict[str, Any]]:
         stops = [] if params["ignore_eos"] else params["stop_token_ids"]
         tokens: list[int] = []
@@ -327,6 +341,8 @@ class FakeServer:
             token, logprob = token_at(params["sampling_seed"], len(ids) - 1 + len(tokens), self.vocab_size)
             tokens.append(token)
             logprobs.append(logprob)
+            labels.append(self.weight_version)
+            self.num_generated[rid] = len(tokens)
             if len(tokens) >= params["max_new_tokens"]:
                 return tokens, logprobs, {"type": "length", "length": len(tokens)}
             if token in stops:
@@ -350,7 +366,7 @@ class FakeServer:
     def _serve_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["mode"] == "abort":
             self._serve_abort_request({"abort_all": True})
-        self.is_paused = True
+        self.is_paused, self.pause_mode = True, body["mode"]
         return 200, {"status": "ok"}
 
     def _serve_continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -360,7 +376,7 @@ class FakeServer:
         return 200, {"status": "ok"}
 
     def _serve_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if self.running:
+        if self.running and not (self.is_paused and self.pause_mode == "retract"):
             return 400, "Flush cache failed: requests are running"
         self._cache.clear()
         return 200, "Cache flushed."

@@ -36,7 +36,7 @@ def outcomes(client: SglangClient, count: int) -> Sequence[Outcome]:
     dispatcher, arrived = HttpDispatcher(10, 8), []
     try:
         request = GenerationRequest("r", (1,), SamplingParams(), seed=0)
-        dispatcher.send([(number, client, request) for number in range(count)])
+        dispatcher.send([(number, client, request, "") for number in range(count)])
         end = time.monotonic() + 60
         while len(arrived) < count and time.monotonic() < end:
             arrived += dispatcher.receive(0.1)

@@ -19,8 +19,14 @@ import megatron_dapo.engines.sglang.engine as engine_module
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.dispatcher import Attempt, Outcome
-from megatron_dapo.engines.sglang.engine import AllEnginesGone, RequestGivenUp, SglangEngine, SglangEngineSettings
-from megatron_dapo.engines.sglang.wire import Generation
+from megatron_dapo.engines.sglang.engine import (
+    AllEnginesGone,
+    RequestGivenUp,
+    SglangEngine,
+    SglangEngineSettings,
+    versions_of,
+)
+from megatron_dapo.engines.sglang.wire import Generation, LabeledTokens
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 TIMEOUTS = Timeouts(connect_s=5, generate_s=30, control_s=5, health_s=1)
@@ -177,6 +183,66 @@ def test_groups_stay_together_and_loads_even(make_server, make_engine: MakeEngin
     for server in servers:
         server.thaw()
     check_all(requests, drain(engine), servers[0])
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_stay_over_an_update_and_each_token_has_its_version(mode: str, make_server, make_engine: MakeEngine) -> None:
+    server = make_server(labels_tokens=True, version="0.5.23")
+    server.freeze_after = 3
+    engine = make_engine([server], update_pause=mode)
+    client = SglangClient(server.url, server.key, TIMEOUTS, update_pause=mode)
+    requests = make_requests(4, **LONG)
+    engine.submit(requests)
+    server.wait_until_running(len(requests))
+    wait_until_frozen(server, 3)
+    for version, num_tokens in ((1, 8), (2, 1 << 20)):
+        client.pause()
+        if mode == "retract":
+            client.flush_cache()
+        client.update_weight_version(version)
+        client.resume()
+        engine.set_policy_version(version)
+        server.freeze_after = num_tokens
+        with server.unlocked:
+            server.unlocked.notify_all()
+        if version == 1:
+            wait_until_frozen(server, 8)
+    completions = drain(engine)
+    check_all(requests, completions, server)
+    expected = (VersionRange(0, 3, 0), VersionRange(3, 8, 1), VersionRange(8, 20, 2))
+    assert {done.versions for done in completions} == {expected}
+    keys = {body.get("extra_key") for path, body in server.calls if path == "/generate"}
+    assert keys == ({"v0"} if mode == "in_place" else {None})
+    engine.submit([replace(requests[0], request_id="later")])
+    assert drain(engine)[0].versions == (VersionRange(0, 20, 2),)
+    assert server.calls[-1][1].get("extra_key") == ("v2" if mode == "in_place" else None)
+
+
+def wait_until_frozen(server: FakeServer, num_tokens: int) -> None:
+    """Wait until every response has that many tokens."""
+    end = time.monotonic() + 60
+    while min(server.num_generated.get(rid, 0) for rid in server.running) < num_tokens:
+        assert time.monotonic() < end, server.num_generated
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        ((), "labels no tokens"),
+        ((LabeledTokens(2, "default"),), "labeled 'default', not policy version"),
+        ((LabeledTokens(2, "5"),), "labeled '5', not policy version"),  # newer than all
+        ((LabeledTokens(2, "2"),), "labeled '2', not policy version"),  # older than the request
+        ((LabeledTokens(1, "4"), LabeledTokens(2, "3")), "labeled '3', not policy version"),  # they went backwards
+    ],
+)
+def test_labels_that_no_update_explains_are_refused(labels: tuple[LabeledTokens, ...], problem: str) -> None:
+    generation = Generation(np.zeros(2, np.int32), np.zeros(2, np.float32), "length", "4", labels=labels)
+    with pytest.raises(ValueError, match=problem):
+        versions_of(generation, 3, 4)
+    good = replace(generation, labels=(LabeledTokens(1, "3"), LabeledTokens(2, "4")))
+    assert versions_of(good, 3, 4) == (VersionRange(0, 1, 3), VersionRange(1, 2, 4))
+    assert versions_of(replace(generation, labels=()), 4, 4) == (VersionRange(0, 2, 4),)
 
 
 def test_a_killed_servers_requests_are_served_by_the_other(make_server, make_engine: MakeEngine) -> None:
@@ -378,7 +444,7 @@ class SlowAnswers:
         self._numbers: list[int] = []
 
     def send(self, attempts: Sequence[Attempt]) -> None:
-        self._numbers += [number for number, _, _ in attempts]
+        self._numbers += [attempt[0] for attempt in attempts]
 
     def receive(self, wait_s: float) -> list[Outcome]:
         self.now += self._seconds if self._num_left else wait_s

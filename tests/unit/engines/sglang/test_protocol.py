@@ -49,7 +49,9 @@ def test_the_probe_asks_for_what_the_client_sends(make_server: Any) -> None:
         async with client.open_async(1) as http:
             await client.probe(http)
             try:
-                await client.generate(http, request, "a.", vocab_size=100, routing=RoutingShape(1, 1, 8))
+                await client.generate(
+                    http, request, "a.", vocab_size=100, routing=RoutingShape(1, 1, 8), cache_key="v1"
+                )
             except RuntimeError:
                 pass  # the fake has no experts to tell
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, supported_range
+from megatron_dapo.engines.sglang.versions import api_version_of, newest, require_labels, supported_range
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,17 @@ from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, ne
     ],
 )
 def test_versions(version: str, needs_update_session: bool, is_tested: bool) -> None:
-    assert api_version_of(version) == ApiVersion(version, needs_update_session, is_tested)
+    found = api_version_of(version)
+    assert (found.version, found.needs_update_session, found.is_tested) == (version, needs_update_session, is_tested)
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.22"])
+def test_versions_without_labels_of_tokens_take_weights_without_requests_only(version: str) -> None:
+    require_labels(api_version_of(version), "abort")
+    for mode in ("retract", "in_place"):
+        require_labels(api_version_of("0.5.23"), mode)
+        with pytest.raises(ValueError, match=f'"{mode}" needs SGLang 0.5.23 or newer.*not {version}'):
+            require_labels(api_version_of(version), mode)
 
 
 @pytest.mark.parametrize(

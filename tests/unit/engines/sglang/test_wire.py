@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, generate_body, parse_generation
+from megatron_dapo.engines.sglang.wire import (
+    MAX_LOGPROB,
+    AnswerError,
+    LabeledTokens,
+    generate_body,
+    parse_generation,
+)
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 from tests.examples import examples
 
@@ -327,3 +333,45 @@ def test_an_abort_without_experts_is_an_answer_without_tokens() -> None:
     assert read.num_unrouted == 4
     dense = parse_generation(body, REQUEST, vocab_size=VOCAB_SIZE)
     assert dense.token_ids.tolist() == [5] * 4 and dense.num_unrouted == 0
+
+
+def labeled(*rows: object) -> bytes:
+    """An answer of three tokens with these weight_versions."""
+    answer = {
+        "output_ids": [4, 5, 9],
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": 9},
+            "weight_version": "8",
+            "weight_versions": [*rows],
+            "output_token_logprobs": [[-1.0, token, None] for token in (4, 5, 9)],
+        },
+    }
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def span(version: str, start: object, end: object) -> dict[str, object]:
+    return {"version": version, "start": start, "end": end}
+
+
+def test_labels_of_tokens_cover_them_in_order() -> None:
+    read = parse_generation(labeled(span("7", 0, 2), span("8", 2, 3)), REQUEST, vocab_size=VOCAB_SIZE)
+    assert read.labels == (LabeledTokens(2, "7"), LabeledTokens(3, "8"))
+    without = labeled().replace(b'"weight_versions":[],', b"")
+    assert parse_generation(without, REQUEST, vocab_size=VOCAB_SIZE).labels == ()
+    for rows in (
+        (),
+        (span("7", 0, 2),),
+        (span("7", 0, 2), span("8", 1, 3)),
+        (span("7", 1, 3),),
+        (span("7", 0, 4), span("8", 4, 3)),
+        (span("7", 0, 3.0),),
+        (span("7", 0, None),),
+        (7,),
+    ):
+        with pytest.raises(AnswerError, match="weight_versions"):
+            parse_generation(labeled(*rows), REQUEST, vocab_size=VOCAB_SIZE)
+
+
+def test_a_cache_key_is_sent_if_there_is_one() -> None:
+    assert "extra_key" not in generate_body(REQUEST, "a.")
+    assert generate_body(REQUEST, "a.", "v3")["extra_key"] == "v3"

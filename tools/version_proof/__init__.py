@@ -1,0 +1,1 @@
+"""Parts of tools/prove_versions.py."""
