@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 import logging
 import resource
+import secrets
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,7 @@ class SglangEngine:
         self._dispatcher = HttpDispatcher(
             settings.vocab_size, self._max_in_flight + _SPARE_CONNECTIONS, settings.routing
         )
+        self._name = secrets.token_hex(8)
         self._version = -1
         self._num_submitted = 0
         self._num_attempts = 0
@@ -345,9 +347,15 @@ class SglangEngine:
         server.in_flight.add(number)
         server.num_tokens += job.num_tokens
         self._affinity.update(dict.fromkeys(_affinity_of(job.request), server))
-        # Without a flush between versions, their keys and values must be kept apart.
-        cache_key = f"v{self._version}" if self.settings.update_pause == "in_place" else ""
-        return number, server.client, job.request, cache_key
+        return number, server.client, job.request, self._cache_key
+
+    @property
+    def _cache_key(self) -> str:
+        """Name of the cache of the version that is served, which no flush parts from others if update_pause is "in_place".
+
+        A server that outlives the trainer gets the same versions from the next one, with other weights.
+        """
+        return f"{self._name}.{self._version}" if self.settings.update_pause == "in_place" else ""
 
     # Receiving
 

@@ -223,6 +223,10 @@ class FakeServer:
                 f"{len(self.running)} of {count} requests arrived"
             )
 
+    def wait_until_called(self, path: str, count: int, timeout_s: float = 60.0) -> None:
+        with self.unlocked:
+            assert self.unlocked.wait_for(lambda: self.paths().count(path) >= count, timeout_s), self.paths()
+
     def paths(self) -> list[str]:
         """Paths called so far."""
         return [path for path, _ in self.calls]
