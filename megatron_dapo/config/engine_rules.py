@@ -94,6 +94,27 @@ ENGINE_RULES = (
         path="sglang.quantization",
     ),
     Rule(
+        f'{_SGLANG} and sglang.placement == "disaggregated"',
+        'set evaluation.background = false, or rollout.engine = "sglang" and sglang.placement = "disaggregated"',
+        when="evaluation.background",
+        reason="engines on the trainer's devices do not generate while it trains",
+        path="evaluation.background",
+    ),
+    Rule(
+        "not environment.is_on",
+        "set evaluation.background = false",
+        when="evaluation.background",
+        reason="episodes of an evaluation would take the places of those that wait for the next batch",
+        path="evaluation.background",
+    ),
+    Rule(
+        'algorithm.name != "sft"',
+        "set evaluation.background = false",
+        when="evaluation.background",
+        reason="fine-tuning serves its weights only to evaluate",
+        path="evaluation.background",
+    ),
+    Rule(
         _SGLANG,
         'set rollout.routing_replay = false, or rollout.engine = "sglang"',
         when="rollout.routing_replay",

@@ -216,6 +216,11 @@ class EvaluationConfig(Section):
     max_response_tokens: NonNegativeInt = 0
     """Longest response in tokens. 0: rollout.max_response_tokens."""
 
+    background: bool = False
+    """Evaluate while the run trains on, with servers on separate devices: the servers generate for both, and the next weight
+    sync waits for the evaluation's end. False: training waits for the whole evaluation. The last one is never in the
+    background."""
+
     at_start: bool = True
     """Evaluate the initial policy."""
 

@@ -201,10 +201,15 @@ class AsyncCollector:
                 with self._pause():
                     self._collector.hold()
                 raise
-            if self._recover_engines is not None:
-                with self._pause():
-                    if self._recover_engines():
-                        deadline = time.monotonic() + self._timeout_s
+            if self.recover_engines():
+                deadline = time.monotonic() + self._timeout_s
+
+    def recover_engines(self) -> bool:
+        """Look after the engines while the main thread waits; return True if a response has finished since the last call."""
+        if self._recover_engines is None:
+            return False
+        with self._pause():
+            return bool(self._recover_engines())
 
     def before_update(self) -> None:
         """Empty the engine, unless it keeps its requests, and leave it alone until `after_update`: its weights change."""

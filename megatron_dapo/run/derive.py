@@ -63,7 +63,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
         "optimizer": {"schedule": "constant"},
         "critic": {"path": start, "warmup_train_steps": 0},
         "checkpoint": {"output_dir": checkpoints},
-        "evaluation": {"interval": 0, "at_start": False, "at_end": False},
+        "evaluation": {"interval": 0, "at_start": False, "at_end": False, "background": False},
     }
     return derive(config, changes)
 
@@ -74,7 +74,7 @@ def for_evaluation(config: Config) -> Config:
         "telemetry": {"references": ()},
         "critic": CriticConfig(),
         # No training run evaluates: the data of both is the same.
-        "evaluation": {"interval": 0, "at_start": False, "at_end": False},
+        "evaluation": {"interval": 0, "at_start": False, "at_end": False, "background": False},
     }
     if config.data.eval_paths:
         changes["data"] = {"train_paths": config.data.eval_paths, "sources": ()}
@@ -135,6 +135,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             filter_groups=False,
         ),
         "reward": {"shadow_verifier": ""},
+        "evaluation": {"background": False},
         "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
         "checkpoint": {"output_dir": checkpoints},
         "telemetry": {"references": ()},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.data.sources import train_sources
 from megatron_dapo.data.template_proof import TemplateProof
 from megatron_dapo.engines.base import CollectiveEngine
+from megatron_dapo.engines.shared import SharedEngine
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.files.durable import Files
 from megatron_dapo.rewards.build import open_verifier_pool, self_test
@@ -61,6 +63,7 @@ class RolloutData:
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
+    shared: SharedEngine | None = None  # the engine if evaluations run in the background
     examples: ExampleStream | None = None
     proof: TemplateProof | None = None  # the chat template continues episodes exactly; None without episodes
 
@@ -72,7 +75,7 @@ class RolloutData:
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> RolloutData:
+def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
     """Return the parts that rank 0 collects with."""
     config, files = context.config, context.files
 
@@ -84,7 +87,7 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     evaluation = _evaluation_task(config, inputs, pool, files)
     proof = template_proof(config, inputs)
-    engine = context.stack.enter_context(episode_engine(config, proof, engine))
+    engine = context.stack.enter_context(episode_engine(config, proof, engines.engine))
     if config.algorithm.name == "sft":
         return _example_data(config, inputs, scorer, engine, evaluation)
     prompts = load_train_dataset(config, inputs, pool).prompts
@@ -108,13 +111,15 @@ def build_rollout_data(context: RunContext, engine: CollectiveEngine) -> Rollout
     streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
-    collector_inputs = CollectorInputs(stream, book, engine, sample_scorer, on_progress, loss_limits(config))
+    shared = SharedEngine(engine, engines.num_places) if config.evaluation.background and evaluation else None
+    view = shared.rollout if shared else engine
+    collector_inputs = CollectorInputs(stream, book, view, sample_scorer, on_progress, loss_limits(config))
     collector: Collector
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
-    return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, proof=proof)
+    return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, shared, proof=proof)
 
 
 def loss_limits(config: Config) -> LossLimits:
@@ -140,7 +145,14 @@ def _example_data(
     order = FunctionOrder(data.order, prompts) if data.order else None
     stream = PromptStream(tuple(examples), data.shuffle_seed, data.max_epochs or None, order=order)
     return RolloutData(
-        inputs, scorer, None, engine, stream, prompts, _compared(evaluation, prompts), ExampleStream(examples, stream)
+        inputs,
+        scorer,
+        None,
+        engine,
+        stream,
+        prompts,
+        _compared(evaluation, prompts),
+        examples=ExampleStream(examples, stream),
     )
 
 
@@ -235,7 +247,7 @@ def build_collector(context: RunContext, data: RolloutData, engines: Engines) ->
     config = context.config
     has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     max_ahead = config.rollout.max_staleness if has_own_devices else 0
-    recover = engines.servers.recover if engines.servers else None
+    recover = _recovery(engines, data.shared)
     collector = AsyncCollector(
         data.collector,
         max_ahead,
@@ -251,6 +263,19 @@ def build_collector(context: RunContext, data: RolloutData, engines: Engines) ->
     return collector
 
 
+def _recovery(engines: Engines, shared: SharedEngine | None) -> Callable[[], bool] | None:
+    """Return the function that restarts lost servers, while no other thread uses them; None without servers."""
+    if engines.servers is None:
+        return None
+    recover = engines.servers.recover
+
+    def recover_alone() -> bool:
+        with shared.exclusive() if shared is not None else nullcontext():
+            return recover()
+
+    return recover_alone
+
+
 def build_evaluator(
     context: RunContext, engines: Engines, data: RolloutData | None, collector: AsyncCollector | None
 ) -> Evaluator | None:
@@ -262,7 +287,12 @@ def build_evaluator(
     max_in_flight = 4 * config.rollout.slots_per_rank * context.topology.policy_layout.world_size
     task = data.evaluation if data else None
     engine = data.engine if data else engines.engine
-    return Evaluator(engine, task, max_in_flight, context.phases, collector, stop.check, engines.servers)
+    shared, timeout_s = data.shared if data else None, config.run.wait_timeout_seconds
+    evaluator = Evaluator(
+        engine, task, max_in_flight, context.phases, collector, stop.check, engines.servers, shared, timeout_s
+    )
+    context.stack.callback(evaluator.cancel)
+    return evaluator
 
 
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:

@@ -59,6 +59,7 @@ class Engines:
     # Inside it, the trainer's parameters have the servers' quantized values. None if servers hold them as trained.
     # Collective.
     as_served: Callable[[], AbstractContextManager[None]] | None = None
+    num_places: int = 0  # requests that keep the servers busy
 
 
 class NoEngine:
@@ -111,7 +112,9 @@ def connect_engines(
         (lambda clients: sglang_engine(config, clients)) if ranks.rank == 0 else None,
         source.current,
     )
-    return Engines(run.engines, run.engines, run.engines, source.as_served if source.needs_description else None)
+    as_served = source.as_served if source.needs_description else None
+    num_places = len(run.servers.leaders) * config.sglang.max_running_requests
+    return Engines(run.engines, run.engines, run.engines, as_served, num_places)
 
 
 def sglang_engine(config: Config, clients: Sequence[SglangClient]) -> SglangEngine:

@@ -11,7 +11,7 @@
           train_critic      waits for: all ranks of the critic, in collectives
           train_actor       waits for: all ranks of the policy, in collectives
           finish            waits for: the other model's ranks                 unblocked by: ConcurrentUpdate.exchange
-        _update_weights   waits for: AsyncCollector to pause, engines to empty
+        _update_weights   waits for: an evaluation in the background, AsyncCollector to pause, engines to empty
                             unblocks: the collector's thread, with the new policy version
         _record, then _evaluate and _start_save if due
       _save, _evaluate    at the end
@@ -28,8 +28,7 @@ _evaluate end at once and training finishes its step. Then a checkpoint is writt
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +101,7 @@ class TrainingLoop:
         self._recorded_save = 0.0  # the same, for a save not yet in a row of metrics
         self._saving_step = -1  # train step of the newest save that has started
         self._evaluated_step = -1  # train step of this attempt's newest evaluation
+        self._evaluating_step = -1  # train step of the evaluation in the background; -1: none
         self._served_step = -1  # train step of the policy that the engines hold
         self._step_parts: list[RolloutBatch] = []  # parts of the step that is being trained
         self._unrecorded: tuple[RolloutBatch, EstimatedBatch, LearnResult] | None = None  # a step not served yet
@@ -119,10 +119,13 @@ class TrainingLoop:
             self._save_after_failure()
             raise
         if reason == STOPPED_BY_SIGNAL:
+            if self._parts.evaluator is not None:
+                self._parts.evaluator.cancel()  # a run that resumes with this step repeats it
             self._save_in_time()
             return reason
         # Save first: the last evaluation takes long and can be repeated from the checkpoint.
         self._save()
+        self._finish_evaluation()
         ends = ("finished", "converged", "data exhausted", TIME_USED_UP)
         # Only the last of total_steps is known in advance; any other last step may already have been evaluated.
         if self._config.evaluation.at_end and reason in ends and self._evaluated_step != self._progress.train_step:
@@ -143,7 +146,7 @@ class TrainingLoop:
         # A resumed run repeats an evaluation that a signal cut short.
         is_due = evaluation.at_start if progress.train_step == 0 else self._evaluation_is_due()
         if is_due and str(progress.train_step) not in progress.evaluations:
-            self._evaluate()
+            self._begin_evaluation()
         # The first row of metrics covers only the first train step, not the start-up.
         self._phases.timer.finish_step()
 
@@ -163,7 +166,7 @@ class TrainingLoop:
             self._record()
             # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
             if self._evaluation_is_due():
-                self._evaluate()
+                self._begin_evaluation()
             if self._is_due(self._config.checkpoint.interval):
                 self._start_save()
         return reason
@@ -249,6 +252,7 @@ class TrainingLoop:
 
     def _update_weights(self) -> None:
         """Serve the current weights, verified, as the next policy version. Generation pauses meanwhile."""
+        self._finish_evaluation()
         step, parts = self._progress.train_step, self._parts
         self._served_step = step
         with self._phases.phase("weight_sync"), parts.learner.models.on_device(POLICY):
@@ -354,42 +358,60 @@ class TrainingLoop:
 
     def _evaluate(self) -> bool:
         """Evaluate the current policy; return False, on every rank, if a signal cut it short."""
-        if self._parts.evaluator is None:
+        evaluator, step = self._parts.evaluator, self._progress.train_step
+        if evaluator is None:
             return True
-        start, step = time.perf_counter(), self._progress.train_step
         if self._served_step != step:
             self._update_weights()
         with self._phases.phase("evaluate"):
             self._parts.learner.models.offload_all()  # the engines generate with the whole device
-        metrics = self._evaluated(self._parts.evaluator)
+        return self._note_evaluation(step, lambda: evaluator.evaluate(step))
+
+    def _begin_evaluation(self) -> None:
+        """Evaluate the current policy, while the run trains on if evaluation.background is set."""
+        if self._parts.evaluator is None or not self._config.evaluation.background:
+            self._evaluate()
+            return
+        self._evaluating_step = self._progress.train_step
+        self._parts.evaluator.begin(self._evaluating_step)
+
+    def _finish_evaluation(self) -> None:
+        """Wait for the evaluation in the background, if there is one."""
+        step, evaluator, stop = self._evaluating_step, self._parts.evaluator, self._stop
+        if step < 0 or evaluator is None:
+            return
+        self._evaluating_step, reserve = -1, _MARGIN * self._save_seconds
+
+        def has_time() -> bool:
+            return not stop.requested or reserve < stop.seconds_left < float("inf")
+
+        if not self._note_evaluation(step, lambda: evaluator.finish(has_time)):
+            logger.warning("no evaluation of train step %d: a signal left no time for the rest of it", step)
+
+    def _note_evaluation(self, step: int, evaluate: Callable[[], dict[str, float] | None]) -> bool:
+        """Record what `evaluate` returns on rank 0; return False, on every rank, if a signal cut it short.
+
+        All ranks raise the same error, so the state is consistent and is saved first.
+        """
+        try:
+            with self._phases.phase("evaluate"):
+                metrics = evaluate()
+        except (ServersFailed, TimeoutError):
+            raise  # `run` saves after the first; after the second, ranks may be unreachable
+        except Exception:
+            self._save_after_failure()
+            raise
         with self._phases.phase("evaluate"):
             is_cut = max_over({"is_cut": float(self._parts.recorder is not None and metrics is None)})["is_cut"]
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
             self._parts.recorder.evaluation(step, metrics)
             self._call_back("on_evaluation", step, metrics)
-            logger.info(
-                "evaluation after %d steps: avg@k %.3f [%.3f, %.3f] in %.1f s",
-                step,
-                metrics["eval/avg_at_k"],
-                metrics["eval/avg_at_k_low"],
-                metrics["eval/avg_at_k_high"],
-                time.perf_counter() - start,
-            )
+            shown = [metrics[f"eval/{name}"] for name in ("avg_at_k", "avg_at_k_low", "avg_at_k_high", "seconds")]
+            logger.info("evaluation after %d steps: avg@k %.3f [%.3f, %.3f] in %.1f s", step, *shown)
         if not is_cut:
             self._evaluated_step = step
         return not is_cut
-
-    def _evaluated(self, evaluator: Evaluator) -> dict[str, float] | None:
-        """Run an evaluation. All ranks raise the same error, so the state is consistent and is saved first."""
-        try:
-            with self._phases.phase("evaluate"):
-                return evaluator.evaluate(self._progress.train_step)
-        except (ServersFailed, TimeoutError):
-            raise  # `run` saves after the first; after the second, ranks may be unreachable
-        except Exception:
-            self._save_after_failure()
-            raise
 
     def _save_in_time(self) -> None:
         """Save within the time left after a signal. If that is too short, the last checkpoint remains the newest."""

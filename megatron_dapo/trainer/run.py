@@ -226,7 +226,7 @@ def _build(
     actor = build_actor(config, topology)
     engines = connect_engines(config, topology.policy, commands, servers, actor)
     # Only rank 0 reads data and starts verifiers; the other ranks get samples by broadcast.
-    data = build_rollout_data(context, engines.engine) if topology.rank == 0 else None
+    data = build_rollout_data(context, engines) if topology.rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
     if engines.servers is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +81,7 @@ class World:
         config = SimpleNamespace(
             run=SimpleNamespace(total_steps=4, max_generation_steps=0, max_train_seconds=0.0),
             mismatch=SimpleNamespace(trend_factor=2.0, trend_floor=1.0, alarm=1.0),
-            evaluation=SimpleNamespace(at_start=False, at_end=False, interval=0),
+            evaluation=SimpleNamespace(at_start=False, at_end=False, interval=0, background=False),
             checkpoint=SimpleNamespace(interval=interval),
             rollout=SimpleNamespace(prompts_per_step=1),
             mismatch_gate=None,
@@ -271,7 +271,7 @@ def test_a_stop_saves_if_there_is_time_for_what_the_last_checkpoint_took(seconds
 def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: int, evaluated: list[int]) -> None:
     world = World({})
     world.loop._config.run.max_train_seconds = 5.0
-    world.loop._config.evaluation = SimpleNamespace(at_start=False, at_end=True, interval=interval)
+    world.loop._config.evaluation = SimpleNamespace(at_start=False, at_end=True, interval=interval, background=False)
     # A step of three seconds, of which an evaluation took half of one.
     times = {"step": 3.0, "evaluate": 0.5, "checkpoint": 0.0}
     timer = SimpleNamespace(finish_step=lambda: times)
@@ -293,6 +293,79 @@ def test_a_failing_evaluation_is_raised_after_a_checkpoint() -> None:
     with pytest.raises(KeyError, match="no verdict"):
         world.loop.run()
     assert world.calls == ["save 2", "saved 2"]
+
+
+class FakeEvaluator:
+    """Notes its calls among those of the world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def evaluate(self, step: int) -> None:
+        self._world.calls.append(f"evaluate {step}")
+
+    def begin(self, step: int) -> None:
+        self._world.calls.append(f"begin {step}")
+
+    def finish(self, has_time: Callable[[], bool]) -> None:
+        self._world.calls.append(f"finish, {has_time()}")
+
+    def cancel(self) -> None:
+        self._world.calls.append("cancel")
+
+
+def background_world(batches: dict[int, RolloutBatch | CollectionEnded]) -> World:
+    world = World(batches, interval=1)
+    world.loop._config.evaluation = SimpleNamespace(at_start=True, at_end=True, interval=2, background=True)
+    world.loop._parts.evaluator = FakeEvaluator(world)
+    publish = world.loop._parts.publisher.publish
+
+    def note(version: int) -> None:
+        world.calls.append(f"publish {version}")
+        publish(version)
+
+    world.loop._parts.publisher.publish = note
+    return world
+
+
+def test_an_evaluation_in_the_background_ends_before_the_next_weights_are_served() -> None:
+    world = background_world({})
+    world.loop.run()
+    order = [call for call in world.calls if not call.startswith(("save", "copied"))]
+    assert order == [
+        *("publish 0", "begin 0", "finish, True", "publish 1", "publish 2", "begin 2", "finish, True", "publish 3"),
+        *("publish 4", "evaluate 4"),
+    ]
+    # The checkpoint of step 2 does not know the evaluation, which a resumed run repeats.
+    assert world.calls.index("begin 2") < world.calls.index("save 2") < world.calls.index("publish 3")
+
+
+def test_the_end_of_the_data_waits_for_an_evaluation_in_the_background() -> None:
+    world = background_world({2: RolloutBatch((), StatisticsBuilder().build(), should_stop=True)})
+    assert world.loop.run() == "data exhausted"
+    assert world.calls[-1] == "finish, True" and "evaluate 2" not in world.calls
+
+
+def test_a_signal_cancels_an_evaluation_whose_step_is_saved() -> None:
+    world = background_world({2: CollectionEnded(1, None)})
+    assert world.loop.run() == STOPPED_BY_SIGNAL
+    assert "cancel" in world.calls and world.calls.count("finish, True") == 1
+
+
+@pytest.mark.parametrize(("seconds_left", "has_time"), [(31.0, True), (29.0, False), (float("inf"), False)])
+def test_a_signal_within_a_step_leaves_an_evaluation_the_time_beyond_a_save(seconds_left: float, has_time: bool) -> None:
+    world = background_world({})
+    world.checkpoints.seconds = 20.0
+    learn = world.loop._parts.learner.learn
+
+    def signaled(*arguments: Any) -> Any:
+        if world.progress.train_step == 2:
+            world.stop.requested, world.stop.seconds_left = True, seconds_left
+        return learn(*arguments)
+
+    world.loop._parts.learner.learn = signaled
+    assert world.loop.run() == STOPPED_BY_SIGNAL
+    assert world.calls[world.calls.index("publish 3") - 1] == f"finish, {has_time}"
 
 
 def test_the_collective_at_the_head_of_a_step_belongs_to_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
