@@ -23,7 +23,7 @@ from megatron_dapo.config.data_schema import DataConfig
 from megatron_dapo.data.dataset import prompt_template
 from megatron_dapo.data.model_inputs import read_model_inputs
 from megatron_dapo.data.turns import TurnTemplate
-from megatron_dapo.engines.base import RolloutEngine, context_length
+from megatron_dapo.engines.base import context_length
 from megatron_dapo.engines.endpoint import AGENTS
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
@@ -55,7 +55,7 @@ class ServedSize:
     turn_tokens: int  # most tokens of an episode's turn
     median_s: float  # median seconds of a step, as tools take
     sigma: float  # standard deviation of its logarithm
-    programs: int  # at a time, and requests in flight of the direct side
+    programs: int  # at a time, on both sides
     single_turns: int  # turns of each program
     single_tokens: int  # most tokens of such a turn; lengths are evenly spread, the same for each program in another order
     rounds: int  # measurements of each side, which take turns
@@ -301,15 +301,22 @@ def endpoint_against_direct(size: ServedSize, one: Served) -> dict[str, Any]:
 
 
 def single_turns(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[int, float, list[float]]:
-    """Return tokens and seconds of turns that are submitted to the engine."""
-    requests = []
-    for index, (text, count) in enumerate(turn for turns in zip(*work) for turn in turns):
+    """Return tokens and seconds of turns that are submitted to the engine, each when the one before it has ended, as a program
+    asks for them: the two sides then differ by the endpoint and not by what waits in the server's queue."""
+
+    def request(program: int, index: int) -> GenerationRequest:
+        text, count = work[program][index]
         sampling = SamplingParams(max_new_tokens=count, stop_token_ids=one.turns.stop_token_ids)
         prompt_ids = one.turns.begin([{"role": "user", "content": text}])
-        requests.append(GenerationRequest(f"direct/{index}", prompt_ids, sampling, index))
-    start = time.monotonic()
-    one.engine.submit(requests)
-    num_tokens = sum(done.num_tokens for done in drain(one.engine))
+        return GenerationRequest(f"{program}/{index}", prompt_ids, sampling, index)
+
+    num_tokens, start = 0, time.monotonic()
+    one.engine.submit([request(program, 0) for program in range(size.programs)])
+    while one.engine.num_unfinished:
+        finished = one.engine.poll()
+        num_tokens += sum(done.num_tokens for done in finished)
+        places = [tuple(map(int, done.request_id.split("/"))) for done in finished]
+        one.engine.submit([request(program, index + 1) for program, index in places if index + 1 < size.single_turns])
     return num_tokens, time.monotonic() - start, []
 
 
@@ -346,17 +353,12 @@ def programs(size: ServedSize, one: Served, work: Sequence[Work]) -> tuple[int, 
             time.sleep(0.05)
         start = time.monotonic()
         Path(directory, "go").touch()
-        finished = drain(engine)
+        finished: list[Completion] = []
+        while engine.num_unfinished:
+            finished += engine.poll()
         seconds = time.monotonic() - start
     waits = []
     for done in finished:
         assert done.episode is not None and done.episode.end == "done", done.episode
         waits.append(float(done.episode.parts["total"]))
     return sum(done.num_sampled for done in finished), seconds, waits
-
-
-def drain(engine: RolloutEngine) -> list[Completion]:
-    finished: list[Completion] = []
-    while engine.num_unfinished:
-        finished += engine.poll()
-    return finished
