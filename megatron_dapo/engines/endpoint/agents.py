@@ -269,13 +269,15 @@ def reward_of(output: str) -> dict[str, Any]:
     if not isinstance(said, dict) or "reward" not in said:
         return {}
     try:
-        numbers = {name: float(value) for name, value in {"": said["reward"], **said.get("parts", {})}.items()}
+        reward = float(said["reward"])
+        parts = {name: float(value) for name, value in dict(said.get("parts", {})).items()}
     except (TypeError, ValueError):
-        numbers = {"": math.nan}
+        reward, parts = math.nan, {}
     correct = said.get("correct")
-    if not all(map(math.isfinite, numbers.values())) or not isinstance(correct, (bool, type(None))):
+    is_finite = all(map(math.isfinite, (reward, *parts.values())))
+    if not is_finite or "" in parts or not isinstance(correct, (bool, type(None))):
         return {"lost": f'the reward is {{"reward": number, "correct": bool, "parts": {{name: number}}}}, not {one_line(line, 200)}'}
-    return {"reward": numbers.pop(""), "is_correct": correct, "parts": numbers}
+    return {"reward": reward, "is_correct": correct, "parts": parts}
 
 
 class TurnLines:

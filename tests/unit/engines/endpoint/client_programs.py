@@ -193,4 +193,4 @@ if __name__ == "__main__":
         answer = mini_swe_agent(task["question"])
     else:
         answer = (TALKS if task.get("talks") else CLIENTS)[task["client"]](task["question"])
-    print(json.dumps({"reward": 1, "parts": {answer: 1}}))
+    print(json.dumps({"reward": 1, "parts": {answer or "nothing": 1}}))

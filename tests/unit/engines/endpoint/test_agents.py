@@ -190,6 +190,6 @@ def test_the_last_line_may_be_the_reward(output: str, reward: dict) -> None:
     assert reward_of(output) == reward
 
 
-@pytest.mark.parametrize("output", ["NaN", '{"reward": "high"}', '{"reward": 1, "correct": 1}', '{"reward": 1, "parts": [1]}'])
+@pytest.mark.parametrize("output", ["NaN", '{"reward": "high"}', '{"reward": 1, "correct": 1}', '{"reward": 1, "parts": [1]}', '{"reward": 1, "parts": {"": 2}}'])
 def test_a_reward_that_is_none_loses_the_episode_and_names_it(output: str) -> None:
     assert output in reward_of(output)["lost"]
