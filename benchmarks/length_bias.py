@@ -6,9 +6,9 @@ recipe and others that oversample more, for several distributions of lengths, wi
 
     python benchmarks/length_bias.py [--json] [--tiny] [--steps 12] [--recipe examples/recipes/dapo_qwen2.5_32b.toml]
 
-With rollout.order = "guarded", a batch takes groups as they end, within the age bound: its rows show that nothing is dropped, that `oldest`
-is at most the bound, and `steady_bias`: the mean length of what was trained after the first 2 max_staleness + 1 steps against that of
-as many groups in order of start.
+With rollout.order = "guarded", a batch takes groups as they end, within the age bound: its rows, of twice as many steps, show that nothing
+is dropped, that `oldest` is at most the bound, and `steady_bias`: the mean length of what was trained after the first 2 max_staleness + 1
+steps against that of as many groups in order of start.
 
 `length_bias` is the largest |mean length of trained responses / mean length of responses of all groups that were started
 and pass the filter - 1|; the simulation knows how a response would have ended, so groups that were dropped or have not
@@ -42,7 +42,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, Repetition, SamplingParams, Score, VersionRange
 
 RECIPE = Path(__file__).parent.parent / "examples/recipes/dapo_qwen2.5_32b.toml"
 RIGHT, WRONG = 1, 0
@@ -144,10 +144,13 @@ class SimulatedEngine:
 
 
 class LastTokenVerifier:
-    """Reads the last token."""
+    """Reads the last token, and measures no repetition."""
 
     def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
         return {key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, *_ in items}
+
+    def measure_repetition(self, token_ids: Mapping[str, np.ndarray]) -> Mapping[str, Repetition]:
+        return dict.fromkeys(token_ids, Repetition())
 
 
 def measure(
@@ -162,12 +165,12 @@ def measure(
         )
         for index in range(num_prompts)
     }
-    engine = SimulatedEngine(population, limit)
+    engine, verifier = SimulatedEngine(population, limit), LastTokenVerifier()
     inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
         engine=engine,
-        scorer=SampleScorer(LastTokenVerifier(), lambda token_ids: str(token_ids[-1])),
+        scorer=SampleScorer(verifier, lambda token_ids: str(token_ids[-1]), meter=verifier),
     )
     collector = GroupCollector(inputs, rollout, SamplingParams(max_new_tokens=limit), seed=0)
     trained: list[int] = []
@@ -266,7 +269,8 @@ def main() -> None:
     for name, population in POPULATIONS.items():
         base = 0.0
         for settings, rollout in settings_of(recipe).items():
-            row = measure(population, rollout, num_groups, num_steps)
+            # Groups that wait before and after the counted steps matter less to more of them.
+            row = measure(population, rollout, num_groups, num_steps * (2 if rollout.order == "guarded" else 1))
             base = base or row["trained_tokens_per_second"]
             speed = row["trained_tokens_per_second"] / base
             rows.append(

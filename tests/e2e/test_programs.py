@@ -57,6 +57,9 @@ BENCHMARKS: dict[str, Check] = {
         r["episodes"] == 32 and r["server_kills"] > 0 and not any({**r["deviations"], **r["leftovers"]}.values())
     ),
     "length_bias.py": lambda r: r["length_bias"] <= 0.02 and r["discarded_share"] <= 0.05 and r["oldest_over_bound"] <= 0 and r["throughput"] > 1.5,
+    "overlap.py": lambda r: (
+        set(r["rows"]) == {"alternating", "streamed_1"} and r["rows"]["streamed_1"]["staleness"] > 0 < r["overlap_vs_max"]
+    ),
     "asynchrony.py": lambda r: (
         0 < r["published_max_error"] < 0.5 and r["model_error"] < 0.1 and r["s2_seconds"] <= r["s1_seconds"] < 200
     ),
