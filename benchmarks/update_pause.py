@@ -1,6 +1,7 @@
 """What a weight sync costs the responses under way: abort, retract and in_place, on an SGLang server on a CPU.
 
     python benchmarks/update_pause.py --engine-python .venv-sglang-0.5.23/bin/python [--json] [--tiny] [--model DIRECTORY]
+        [--rounds 1] [--prompts 4] [--prompt-tokens 192] [--response-tokens 48]
 
 One server. Each round submits the same prompts, two responses each of a fixed length, and brings the same weights as two
 new versions through the weight sync of a run when a third and two thirds of the seconds of an undisturbed round have
@@ -167,12 +168,16 @@ def main() -> None:
     parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of SGLang's environment")
     parser.add_argument("--model", type=Path, default=Path("runs/models/smollm2"), help="Hugging Face directory")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each mode")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a round, of two responses each")
+    parser.add_argument("--prompt-tokens", type=int, default=192)
+    parser.add_argument("--response-tokens", type=int, default=48)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.tiny:
             model, dtype, sizes = write_model(Path(scratch, "telling")), "float32", Sizes(4, 24, 200)
         else:
-            model, dtype, sizes = arguments.model, "bfloat16", Sizes(4, 192, 48)
+            sizes = Sizes(arguments.prompts, arguments.prompt_tokens, arguments.response_tokens)
+            model, dtype = arguments.model, "bfloat16"
         options.show(measure(arguments.engine_python.absolute(), model, dtype, sizes, arguments.rounds), arguments)
 
 
