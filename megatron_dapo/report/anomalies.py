@@ -33,6 +33,7 @@ _JUMP = 10.0  # times the median gradient norm
 _JUMP_HISTORY = 50  # train steps in the median
 _MIN_HISTORY = 5
 _MOST_LOST = 0.01  # share of a step's groups
+_LONG_WAIT = 0.2  # share of the steps for which one side waits for the other
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Anomaly:
 def find_anomalies(run: RunFiles, comparisons: Sequence[Comparison] = ()) -> list[Anomaly]:
     """Return the anomalies of a run, by train step."""
     found = [anomaly for alarm in RUN_ALARMS for anomaly in _alarms(run, alarm)]
-    for search in (_mismatch_trend, _entropy, _episodes, _gradients, _skipped, _not_finite, _attempts, _nodes, _evaluations):
+    for search in (_mismatch_trend, _entropy, _episodes, _gradients, _skipped, _not_finite, _attempts, _nodes, _evaluations, _waits):
         found += search(run)
     found += [_left(run, comparison) for comparison in comparisons if comparison.off_since is not None]
     if lost := (run.summary.get("extra") or {}).get("lost_records"):
@@ -152,6 +153,32 @@ def _episodes(run: RunFiles) -> Iterator[Anomaly]:
         cause = f"{metric} {now:.2g} in the last steps, {before:.2g} in the first"
         advice = "the policy has stopped calling tools: read samples, and reward answers that need them or lower the learning rate"
         yield Anomaly("warning", steps[-_COLLAPSE_STEPS], steps[-1], "tool calls vanish", cause, advice, metric)
+
+
+def _waits(run: RunFiles) -> Iterator[Anomaly]:
+    """Yield which side of a run with separate servers waits for the other, from the seconds measured after its first steps."""
+    names = ("time/step", "time/evaluate", "time/checkpoint", "async/trainer_idle", "async/engine_idle")
+    rows = list(zip(_steps(run), *map(run.column, names)))[_COLLAPSE_STEPS:]
+    rows = [row for row in rows if all(map(math.isfinite, row))]
+    if run.config.get("sglang.placement") != "disaggregated" or run.config.get("rollout.engine") != "sglang" or not rows:
+        return
+    seconds = [step - evaluate - checkpoint for _, step, evaluate, checkpoint, *_ in rows]
+    waited = {
+        "trainer": sum(share * length for (*_, share, _), length in zip(rows, seconds)),
+        "engines": sum(share * length for (*_, share), length in zip(rows, seconds)),
+    }
+    side = max(waited, key=waited.__getitem__)
+    if waited[side] <= _LONG_WAIT * sum(seconds):
+        return
+    means = {name: total / len(rows) for name, total in waited.items()}
+    cause = f"trainer {means['trainer']:.3g} s and engines {means['engines']:.3g} s of {sum(seconds) / len(rows):.3g} s a step"
+    advice = {
+        "trainer": "give the engines more devices (sglang.servers_per_node), or raise rollout.max_staleness or rollout.oversample",
+        "engines": "give the trainer more devices; `megatron-dapo plan RECIPE --gpus N` finds layouts",
+    }
+    metric = "async/trainer_idle" if side == "trainer" else "async/engine_idle"
+    title = "trainer waits" if side == "trainer" else "engines wait"
+    yield Anomaly("note", rows[0][0], rows[-1][0], title, cause, advice[side], metric)
 
 
 def _gradients(run: RunFiles) -> Iterator[Anomaly]:

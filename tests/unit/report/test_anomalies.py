@@ -208,3 +208,26 @@ def test_the_default_alarm_is_that_of_format_and_device(tmp_path: Path, dtype: s
     path = make_run(tmp_path / "run", rows=rows, mismatch__alarm=0.0, model__dtype=dtype)
     write_json(path / "provenance.json", {"machine": "TP1 PP1 CP1 DP1 on 1 processes, CPU; host, Linux, 2 CPUs"})
     assert [each.title for each in find_anomalies(read_run(path))] == titles
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "title", "figures"),
+    [
+        (0.5, 0.0, "trainer waits", "trainer 5 s and engines 0 s of 10 s a step"),
+        (0.1, 0.4, "engines wait", "trainer 1 s and engines 4 s of 10 s a step"),
+        (0.1, 0.1, None, ""),
+    ],
+)
+def test_the_side_that_waits_is_named_with_its_seconds(
+    tmp_path: Path, trainer: float, engine: float, title: str | None, figures: str
+) -> None:
+    """Evaluations and checkpoints belong to neither side; the first steps, which compile, are left out."""
+    times = {"time/step": 13.0, "time/evaluate": 2.0, "time/checkpoint": 1.0}
+    waits = {"async/trainer_idle": trainer, "async/engine_idle": engine}
+    rows: dict[int, dict[str, Any]] = {step: {**times, **waits} for step in range(6, 31)}
+    rows |= {step: {**times, "async/trainer_idle": 1.0, "async/engine_idle": 0.0} for step in range(1, 6)}
+    servers = {"rollout__engine": "sglang", "sglang__placement": "disaggregated"}
+    found = find_anomalies(read_run(make_run(tmp_path / "run", rows=rows, **servers)))
+    assert [(one.title, one.cause, one.first, one.last) for one in found] == ([(title, figures, 6, 30)] if title else [])
+    shared = {**servers, "sglang__placement": "colocated"}
+    assert find_anomalies(read_run(make_run(tmp_path / "colocated", rows=rows, **shared))) == []
