@@ -6,8 +6,8 @@ recipe and others that oversample more, for several distributions of lengths, wi
 
     python benchmarks/length_bias.py [--json] [--tiny] [--steps 12] [--recipe examples/recipes/dapo_qwen2.5_32b.toml]
 
-With rollout.order = "guarded", a batch takes groups as they end, within the age bound: its rows, of twice as many steps, show that nothing
-is dropped, that `oldest` is at most the bound, and `steady_bias`: the mean length of what was trained after the first 2 max_staleness + 1
+With rollout.order = "guarded", a batch takes groups as they end, within the age bound: its rows, of four times as many steps of an eighth of the groups,
+show that nothing is dropped, that `oldest` is at most the bound, and `steady_bias`: the mean length of what was trained after the first 2 max_staleness + 1
 steps against that of as many groups in order of start.
 
 `length_bias` is the largest |mean length of trained responses / mean length of responses of all groups that were started
@@ -90,12 +90,12 @@ POPULATIONS: dict[str, Population] = {
 class SimulatedEngine:
     """Continuous batching: running responses advance together, requests beyond the slots wait their turn."""
 
-    def __init__(self, population: Population, limit: int) -> None:
+    def __init__(self, population: Population, limit: int, slots: int) -> None:
         self.policy_version = 0
         self.seconds = 0.0
         self.num_tokens = 0  # generated
         self.outcomes: dict[str, tuple[int, bool]] = {}  # by request id, of all ever submitted
-        self._population, self._limit = population, limit
+        self._population, self._limit, self._slots = population, limit, slots
         self._tick = 0
         self._waiting: deque[GenerationRequest] = deque()
         self._running: list[tuple[int, str, GenerationRequest, int]] = []  # heap by the tick of the end
@@ -111,7 +111,7 @@ class SimulatedEngine:
         self._waiting.extend(requests)
 
     def poll(self) -> list[Completion]:
-        while self._waiting and len(self._running) < SLOTS:
+        while self._waiting and len(self._running) < self._slots:
             request = self._waiting.popleft()
             start = request.prefix.num_tokens if request.prefix else 0
             end = self._tick + self.outcomes[request.request_id][0] - start
@@ -154,7 +154,12 @@ class LastTokenVerifier:
 
 
 def measure(
-    population: Population, rollout: RolloutConfig, num_groups: int, num_steps: int, num_prompts: int = 17_000
+    population: Population,
+    rollout: RolloutConfig,
+    num_groups: int,
+    num_steps: int,
+    num_prompts: int = 17_000,
+    slots: int = SLOTS,
 ) -> dict[str, float]:
     """Train `num_steps` batches of `num_groups` groups and compare what was trained with what was started."""
     limit = rollout.max_response_tokens // SCALE
@@ -165,7 +170,7 @@ def measure(
         )
         for index in range(num_prompts)
     }
-    engine, verifier = SimulatedEngine(population, limit), LastTokenVerifier()
+    engine, verifier = SimulatedEngine(population, limit, slots), LastTokenVerifier()
     inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
@@ -269,8 +274,11 @@ def main() -> None:
     for name, population in POPULATIONS.items():
         base = 0.0
         for settings, rollout in settings_of(recipe).items():
-            # Groups that wait before and after the counted steps matter less to more of them.
-            row = measure(population, rollout, num_groups, num_steps * (2 if rollout.order == "guarded" else 1))
+            if rollout.order == "guarded":
+                # Groups that wait before and after the counted steps matter less to more steps.
+                row = measure(population, rollout, num_groups // 8, 4 * num_steps, slots=SLOTS // 8)
+            else:
+                row = measure(population, rollout, num_groups, num_steps)
             base = base or row["trained_tokens_per_second"]
             speed = row["trained_tokens_per_second"] / base
             rows.append(

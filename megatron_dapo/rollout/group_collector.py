@@ -180,7 +180,8 @@ class GroupCollector(Collector):
         while not self._is_complete(size):
             exhausted = self._start_groups(num_groups)
             if self._open.num_in_flight:
-                while not self._receive_and_report(num_groups) and not self._open.is_held:
+                serving = self._engine.policy_version
+                while not (self._receive_and_report(num_groups) or self._open.is_held or self._engine.policy_version > serving):
                     pass  # nothing has changed that the batch, or what to start, depends on
             elif exhausted or not self._waits_for_weights:
                 return exhausted
