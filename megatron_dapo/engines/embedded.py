@@ -15,7 +15,7 @@ conversation (requests with one first `affinity`) finds its context's keys and v
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from megatron_dapo.engines.base import (
 )
 from megatron_dapo.engines.embedded_model import GLOBAL, LOCAL, check_config, empty_model, stored_parts, window_of
 from megatron_dapo.engines.kept_contexts import KeptContext, KeptContexts
-from megatron_dapo.engines.prefill import Prefill, Prefix
+from megatron_dapo.engines.prefill import Prefill
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
 from megatron_dapo.engines.slot_cache import Sharing, SlotCache
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
@@ -63,12 +63,26 @@ class EmbeddedEngineSettings:
 
 
 @dataclass
+class _Prefix:
+    """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
+
+    tokens: tuple[int, ...]  # the whole context: the prompt, and for continued requests the tokens so far
+    index: int = -1
+    num_rows: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the slot."""
+        return len(self.tokens) - 1
+
+
+@dataclass
 class _Row:
     """An active response: slot `index`; `starts` are (first response token, version) marks."""
 
     request: GenerationRequest
     index: int
-    prefix: Prefix
+    prefix: _Prefix
     starts: list[tuple[int, int]]
 
 
@@ -92,8 +106,8 @@ class EmbeddedEngine:
         self._request_ids: set[str] = set()
         self._complete: list[Completion] = []  # submitted with a prefix that needs no more
         self._rows: list[_Row] = []
-        self._prefixes: list[Prefix] = []  # by slot
-        self._current: dict[tuple[int, ...], Prefix] = {}  # prefixes of the served policy version, by prompt
+        self._prefixes: list[_Prefix] = []  # by slot
+        self._current: dict[tuple[int, ...], _Prefix] = {}  # prefixes of the served policy version, by prompt
         self._kept = KeptContexts(settings.max_slots)  # by the served policy version
         self._allocate(config)
 
@@ -380,7 +394,8 @@ class EmbeddedEngine:
         if not num_new:
             return
         new: list[_Row] = []
-        prefixes: list[Prefix] = []
+        prefixes: list[_Prefix] = []
+        kept: dict[tuple[int, ...], KeptContext] = {}
         for offset in range(num_new):
             request = self._waiting.popleft()
             context = context_of(request)
@@ -388,26 +403,28 @@ class EmbeddedEngine:
             if request.prefix is not None:
                 self._prefix_reuse += PrefixReuse(len(context), prefix.length if prefix is not None else 0)
             if prefix is None:
-                kept = self._kept.take(request.affinity[0], context) if request.affinity else None
-                prefix = self._current[context] = Prefix(context, kept=kept)
+                prefix = self._current[context] = _Prefix(context)
                 prefixes.append(prefix)
+                if request.affinity and (last := self._kept.take(request.affinity[0], context)) is not None:
+                    kept[context] = last
             prefix.num_rows += 1
             new.append(_Row(request, len(self._rows) + offset, prefix, [(0, self._version)]))
         self._write_state(new)
-        self._add_prefixes(prefixes)
+        self._add_prefixes(prefixes, kept)
         self._rows.extend(new)
         self._refresh()
 
-    def _add_prefixes(self, prefixes: list[Prefix]) -> None:
+    def _add_prefixes(self, prefixes: list[_Prefix], kept: Mapping[tuple[int, ...], KeptContext]) -> None:
         """Give new prefixes their slots and fill them; those of similar length are computed together."""
         if not prefixes:
             return
-        prefixes = sorted(prefixes, key=Prefix.order)
-        for prefix in prefixes:
-            prefix.index = len(self._prefixes)
-            self._prefixes.append(prefix)
-        self._cache.reserve_prefixes(len(self._prefixes), max(prefix.length for prefix in prefixes))
-        self._prefill.fill(prefixes)
+        first = len(self._prefixes)
+        self._prefixes += sorted(prefixes, key=lambda prefix: (prefix.tokens in kept, -prefix.length))
+        new = self._prefixes[first:]
+        for index, prefix in enumerate(new, first):
+            prefix.index = index
+        self._cache.reserve_prefixes(len(self._prefixes), max(prefix.length for prefix in new))
+        self._prefill.fill(first, [prefix.tokens for prefix in new], [kept.get(prefix.tokens) for prefix in new])
 
     def _write_state(self, rows: list[_Row]) -> None:
         """Initial state of newly admitted rows, which stand in consecutive slots."""

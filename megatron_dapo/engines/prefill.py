@@ -17,28 +17,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass
-class Prefix:
-    """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
+@dataclass(frozen=True)
+class _Filling:
+    """A slot, and the tokens whose keys and values it gets; `kept` has those of the first ones."""
 
-    tokens: tuple[int, ...]  # the whole context: the prompt, and for continued requests the tokens so far
-    index: int = -1
-    num_rows: int = 0
-    kept: KeptContext | None = None  # its first tokens, if the conversation's last turn left them
-
-    def order(self) -> tuple[bool, int]:
-        """Return the order of slots: what is computed together stands together, the longest first."""
-        return self.kept is not None, -self.length
+    slot: int
+    tokens: tuple[int, ...]
+    kept: KeptContext | None
 
     @property
     def num_new(self) -> int:
-        """Tokens to be computed for the slot."""
-        return self.length - (self.kept.length if self.kept is not None else 0)
-
-    @property
-    def length(self) -> int:
-        """Tokens in the slot."""
-        return len(self.tokens) - 1
+        """Tokens to be computed."""
+        return len(self.tokens) - (self.kept.length if self.kept is not None else 0)
 
 
 class Prefill:
@@ -55,40 +45,40 @@ class Prefill:
         self._device = cache.responses.device
         self._columns = torch.arange(cache.responses.shape[4], device=self._device)
 
-    def fill(self, prefixes: Sequence[Prefix]) -> None:
-        """Fill the slots of `prefixes`, which are consecutive and in order."""
-        for is_kept, same in groupby(prefixes, key=lambda prefix: prefix.kept is not None):
-            for chunk in _chunks([prefix for prefix in same if prefix.num_new], self._max_tokens):
+    def fill(self, slot: int, contexts: Sequence[tuple[int, ...]], kept: Sequence[KeptContext | None]) -> None:
+        """Fill consecutive slots from `slot` on, each with its context but the last token, of which `kept` may have the first.
+
+        Those of one kind and similar length are computed together, so they should be next to each other.
+        """
+        fillings = [_Filling(slot + place, tokens[:-1], kept[place]) for place, tokens in enumerate(contexts)]
+        for is_kept, same in groupby(fillings, key=lambda filling: filling.kept is not None):
+            for chunk in _chunks([filling for filling in same if filling.num_new], self._max_tokens):
                 self._extend(chunk) if is_kept else self._compute(chunk)
 
-    def _compute(self, prefixes: list[Prefix]) -> None:
-        """Compute prefixes in consecutive slots, the longest first. Padding on the right is never visible."""
-        tokens = self._padded([prefix.tokens[:-1] for prefix in prefixes])
-        self._cache.begin_prefill(slice(prefixes[0].index, prefixes[-1].index + 1))
+    def _compute(self, fillings: list[_Filling]) -> None:
+        """Compute contexts in consecutive slots, the longest first. Padding on the right is never visible."""
+        tokens = self._padded([filling.tokens for filling in fillings])
+        self._cache.begin_prefill(slice(fillings[0].slot, fillings[-1].slot + 1))
         # The attention over whole prompts makes its own mask.
         masks = None if self._window is None else {GLOBAL: None, LOCAL: None}
         self._fill(tokens, self._columns[: tokens.shape[1]].expand_as(tokens), masks)
 
-    def _extend(self, prefixes: list[Prefix]) -> None:
-        """Compute what kept contexts lack of prefixes in consecutive slots."""
-        for prefix in prefixes:
-            assert prefix.kept is not None, "only a kept context can be extended"
-            self._cache.write_prefix(prefix.index, prefix.kept.stored)
-        tokens = self._padded(
-            [prefix.tokens[prefix.kept.length : -1] for prefix in prefixes if prefix.kept is not None]
-        )
-        new = self._integers([prefix.num_new for prefix in prefixes])
-        columns = self._integers([prefix.length for prefix in prefixes]) - new
-        columns = columns[:, None] + self._columns[: tokens.shape[1]]
+    def _extend(self, fillings: list[_Filling]) -> None:
+        """Compute what kept contexts lack in consecutive slots."""
+        for filling in fillings:
+            assert filling.kept is not None, "only a kept context can be extended"
+            self._cache.write_prefix(filling.slot, filling.kept.stored)
+        new = self._integers([filling.num_new for filling in fillings])
+        lengths = [len(filling.tokens) for filling in fillings]
+        tokens = self._padded([filling.tokens[-filling.num_new :] for filling in fillings])
+        columns = (self._integers(lengths) - new)[:, None] + self._columns[: tokens.shape[1]]
         in_use = self._columns[: tokens.shape[1]] < new[:, None]
-        self._cache.begin_extend(slice(prefixes[0].index, prefixes[-1].index + 1), columns, in_use)
-        distance = columns[:, None, :, None] - self._columns[: max(prefix.length for prefix in prefixes)]
+        self._cache.begin_extend(slice(fillings[0].slot, fillings[-1].slot + 1), columns, in_use)
+        distance = columns[:, None, :, None] - self._columns[: max(lengths)]
         seen = distance >= 0
         self._fill(
             tokens, columns, seen if self._window is None else {GLOBAL: seen, LOCAL: seen & (distance < self._window)}
         )
-        for prefix in prefixes:
-            prefix.kept = None
 
     def _padded(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Tokens as rows [n, L], padded on the right."""
@@ -112,15 +102,15 @@ class Prefill:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _chunks(prefixes: list[Prefix], max_tokens: int) -> list[list[Prefix]]:
-    """Prefixes in order, cut so that count x most new tokens stays within max_tokens (a single one may exceed it)."""
-    chunks: list[list[Prefix]] = []
+def _chunks(fillings: list[_Filling], max_tokens: int) -> list[list[_Filling]]:
+    """Fillings in order, cut so that count x most new tokens stays within max_tokens (a single one may exceed it)."""
+    chunks: list[list[_Filling]] = []
     most = 0
-    for prefix in prefixes:
-        most = max(most, prefix.num_new)
+    for filling in fillings:
+        most = max(most, filling.num_new)
         if chunks and (len(chunks[-1]) + 1) * most <= max_tokens:
-            chunks[-1].append(prefix)
+            chunks[-1].append(filling)
         else:
-            chunks.append([prefix])
-            most = prefix.num_new
+            chunks.append([filling])
+            most = filling.num_new
     return chunks
