@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tools.fuzzing.mutations import OF_JSON, change_a_line, change_bytes, change_header, change_json, change_lines, nest
@@ -55,14 +54,13 @@ def _json_file(name: str, document: Any) -> Callable[[Path], None]:
 
 def _read_config(directory: Path) -> None:
     from megatron_dapo.engines.sglang.server import Expectation
+    from megatron_dapo.engines.sglang.server_settings import ServerSettings
     from megatron_dapo.models.architecture import HEADS
     from megatron_dapo.models.config_json import read_architecture
 
     readers = (
         lambda path: read_architecture(path, heads=HEADS).shapes(),
-        lambda path: Expectation.of(
-            SimpleNamespace(model_path=path, dtype="float32", tensor_parallel=1, seeded=False, routing=False)
-        ),
+        lambda path: Expectation.of(ServerSettings(path, path, path, path)),
     )
     _all(readers, directory)
 
