@@ -250,7 +250,7 @@ def summary(rows: Sequence[Mapping[str, float]], marks: Sequence[tuple[float, fl
 
 def main() -> None:
     parser = options.parser(__doc__.splitlines()[0], "a small model and few steps")
-    parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES), help="modes beside the alternating one")
+    parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES), help="modes to compare with the alternating one")
     parser.add_argument("--steps", type=int, help="train steps of each run")
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang/bin/python", help="interpreter with SGLang")
     arguments = parser.parse_args()

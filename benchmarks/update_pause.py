@@ -133,14 +133,14 @@ def measure(python: Path, model: Path, dtype: str, sizes: Sizes, rounds: int) ->
         )
         bench = Bench(OneTrainer(settings, "abort", stack), load_file(model / "model.safetensors"), sizes)
         bench.round("abort", None)
-        alone = [bench.round("abort", None)]
-        pace = alone[0]["seconds"] / (sizes.syncs + 1)
+        undisturbed_rows = [bench.round("abort", None)]
+        pace = undisturbed_rows[0]["seconds"] / (sizes.syncs + 1)
         rows: dict[UpdatePause, list[dict[str, float]]] = {mode: [] for mode in modes}
         for _ in range(rounds):
             for mode in modes:
                 rows[mode].append(bench.round(mode, pace))
-            alone.append(bench.round("abort", None))
-        undisturbed = {name: statistics.median(row[name] for row in alone) for name in ("seconds", "read")}
+            undisturbed_rows.append(bench.round("abort", None))
+        undisturbed = {name: statistics.median(row[name] for row in undisturbed_rows) for name in ("seconds", "read")}
     return {
         "model": model.name,
         "responses": sizes.prompts * GROUP_SIZE,

@@ -41,7 +41,7 @@ class DistributedEmbeddedEngine:
         commands.handlers["advance"] = commands.handlers["abort"] = self._take_part
         self._new: list[GenerationRequest] = []  # rank 0: submitted since the last poll
         self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
-        self._home: dict[str, int] = {}  # rank 0: where each conversation's last turn ran, by this policy version
+        self._home: dict[str, int] = {}  # rank 0: the rank of each conversation's last turn under this policy version
         self._load = [0] * coordination.size  # rank 0: unfinished requests a rank
         self._finished: list[Completion] = []  # by the last command, on all ranks
         self._prefix_reuse = PrefixReuse()  # summed over all ranks

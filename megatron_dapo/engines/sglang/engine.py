@@ -69,7 +69,7 @@ class SglangEngineSettings:
     stall_s: float = 120.0  # without an answer before a server's health is probed
     abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # the trained model's, for requests that want it; None: it has no experts
-    update_pause: UpdatePause = "abort"  # what the servers do with running requests when their weights change
+    update_pause: UpdatePause = "abort"  # the mode that the servers were started for
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Generation:
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # for the whole sequence, see Completion
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
-    labels: tuple[LabeledTokens, ...] = ()  # of all tokens, in order; () from servers that label answers only
+    labels: tuple[LabeledTokens, ...] = ()  # in order, one for every run of tokens; empty from servers that label only whole answers
 
 
 def generate_body(request: GenerationRequest, rid: str, cache_key: str = "") -> dict[str, Any]:
