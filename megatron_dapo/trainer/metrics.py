@@ -11,7 +11,8 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_dapo.config.schema import Config, QualityConfig
+from megatron_dapo.config.monitoring_schema import QualityConfig
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult

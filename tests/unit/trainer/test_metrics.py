@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_dapo.config import config_from_dict
-from megatron_dapo.config.schema import QualityConfig
+from megatron_dapo.config.monitoring_schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rewards.pool.repetition import repetition_numbers, zlib_ratio
 from megatron_dapo.rollout.statistics import statistics_from_json
