@@ -295,7 +295,7 @@ _STEP = [
     *_section(
         "async",
         ("trainer_idle", "fraction", "share of the step, without evaluation and checkpoint, that the trainer waits for responses"),
-        ("engine_idle", "fraction", "share of the step, without evaluation and checkpoint, without a collection under way"),
+        ("engine_idle", "fraction", "share of the step, without evaluation and checkpoint, in which a server has no request (mean)"),
     ),
     *_section(
         "checkpoint",

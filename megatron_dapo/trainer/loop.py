@@ -351,7 +351,8 @@ class TrainingLoop:
         """Return the step's metrics of all parts but the loop; warn if responses degenerate. On rank 0."""
         assert self._parts.data is not None, "rank 0 has the data"
         step, disagreement = self._progress.train_step, self._parts.data.disagreement_share()
-        metrics = step_metrics(self._config, batch, step - 1, result.metrics, times, disagreement)
+        busy = self._parts.rollout.busy_seconds()
+        metrics = step_metrics(self._config, batch, step - 1, result.metrics, times, disagreement, busy)
         for warning in quality_warnings(metrics, self._config.quality, batch.groups):
             logger.warning("train step %d: %s", step, warning)
         return metrics

@@ -43,9 +43,11 @@ def step_metrics(
     learned: Mapping[str, float],
     times: Mapping[str, float],
     disagreement_share: float,
+    engine_busy: float | None,
 ) -> dict[str, float]:
     """Return the metrics of a finished train step, except progress; `times` in seconds by phase.
 
+    `engine_busy`: seconds in which servers had requests since the last step; None for engines in the trainer's processes.
     `train_step` counts from 0, so it is the policy version that was trained. `learned`: the learner's metrics. Metrics
     that the learner does not report, because the algorithm has no critic or no group advantages, are 0.
     """
@@ -63,7 +65,7 @@ def step_metrics(
         **absent,
         **learned,
         **throughput_metrics(rollout, times),
-        **idle_metrics(rollout.seconds, times),
+        **idle_metrics(times, engine_busy),
         **process_metrics(times),
     }
 
@@ -355,15 +357,16 @@ def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[
     }
 
 
-def idle_metrics(collecting: float, times: Mapping[str, float]) -> dict[str, float]:
-    """Return the "async/" section: the share of a step that each side waits for the other.
+def idle_metrics(times: Mapping[str, float], engine_busy: float | None) -> dict[str, float]:
+    """Return the "async/" section: the share of a step in which each side has nothing to do.
 
-    `collecting`: seconds of the batch's collection, during earlier steps or not; `times` in seconds by phase.
+    `times` in seconds by phase; `engine_busy` as in `step_metrics`. Engines without servers are busy while they generate.
     """
     step = max(training_seconds(times), 1e-9)
+    busy = times["generate"] if engine_busy is None else engine_busy - times["evaluate"]
     return {
         "async/trainer_idle": min(1.0, times["generate"] / step),
-        "async/engine_idle": max(0.0, 1.0 - max(collecting, times["generate"]) / step),
+        "async/engine_idle": min(1.0, max(0.0, 1.0 - busy / step)),
     }
 
 

@@ -64,6 +64,7 @@ class Rollout:
         self._filter_overlong = filter_overlong
         self._rewards_turns = rewards_turns
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
+        self._busy_s = 0.0  # on rank 0: of the servers, up to the last call of `busy_seconds`
 
     def generate(self, num_groups: int, share: Share, part_size: int = 0) -> RolloutBatch:
         """Return the next rollout batch, or its next part of `part_size` groups, the same samples on every rank. The
@@ -84,6 +85,14 @@ class Rollout:
         reuse = self._engines.engine.prefix_reuse
         since, self._prefix_reuse = reuse - self._prefix_reuse, reuse
         return replace(collected, samples=self._send(collected, share), prefix_reuse=since)
+
+    def busy_seconds(self) -> float | None:
+        """Return the seconds in which the servers had a request since the last call. On rank 0; None without servers."""
+        if self._engines.servers is None:
+            return None
+        total = self._engines.servers.busy_s
+        since, self._busy_s = total - self._busy_s, total
+        return since
 
     def sleep(self) -> None:
         """Let engines on the trainer's devices release their memory until the next weight sync. Collective."""

@@ -176,6 +176,11 @@ class SglangEngines:
     def prefix_reuse(self) -> PrefixReuse:
         return self._rollout.prefix_reuse
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a server had a request, the mean of the servers. On rank 0."""
+        return self._rollout.busy_s
+
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """See `CollectiveEngine`."""
         return self._commands.run_on_rank0(body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,9 @@ class HttpDispatcher:
         self._background: set[asyncio.Task[None]] = set()  # keeps probes from being collected
         self._connections: dict[SglangClient, aiohttp.ClientSession] = {}
         self._answered_at: dict[SglangClient, float] = {}  # last answer of each server, on the loop's clock
+        self._num_open: Counter[SglangClient] = Counter()  # attempts of each server
+        self._busy_since: dict[SglangClient, float] = {}  # servers with attempts, on the loop's clock
+        self._busy_s = 0.0  # of the times in which a server had attempts, up to its last one without
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends by an error does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-dispatcher", daemon=True)
@@ -85,6 +89,12 @@ class HttpDispatcher:
                 arrived.append(self._arrived.get_nowait())
         except queue.Empty:
             return [one for one in arrived if one is not None]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a server had attempts to work on, summed over the servers. Any thread may read it."""
+        now = self._loop.time()
+        return self._busy_s + sum(now - since for since in list(self._busy_since.values()))
 
     def wake(self) -> None:
         """End a wait of `receive`, or the next one. Any thread may call it."""
@@ -122,6 +132,7 @@ class HttpDispatcher:
 
     async def _run(self, number: int, client: SglangClient, request: GenerationRequest, cache_key: str) -> None:
         result: Generation | EngineError
+        self._count(client, 1)
         try:
             # SGLang aborts every rid that begins with the one given; the full stop keeps one from beginning another.
             result = await self._generate(client, request, f"{request.request_id}#{number}.", cache_key)
@@ -130,8 +141,18 @@ class HttpDispatcher:
             result = error
         except Exception as error:  # a mistake of ours must surface in poll, not die in this thread
             result = EngineError(client.name, "POST /generate", f"{type(error).__name__}: {error}")
+        finally:
+            self._count(client, -1)
         self._tasks.pop(number, None)
         self._arrived.put(Outcome(number, result))
+
+    def _count(self, client: SglangClient, change: int) -> None:
+        self._num_open[client] += change
+        if self._num_open[client]:
+            self._busy_since.setdefault(client, self._loop.time())
+        else:
+            del self._num_open[client]
+            self._busy_s += self._loop.time() - self._busy_since.pop(client)
 
     async def _generate(
         self, client: SglangClient, request: GenerationRequest, rid: str, cache_key: str

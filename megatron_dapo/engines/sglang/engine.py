@@ -224,6 +224,11 @@ class SglangEngine:
     def prefix_reuse(self) -> PrefixReuse:
         return self.statistics.prefix_reuse
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a server had a request, the mean of the servers. Any thread may read it."""
+        return self._dispatcher.busy_s / len(self._servers)
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests and send what fits. All are checked before any is queued."""
         check_request_ids(requests, self._jobs.keys() | {completion.request_id for _, completion in self._ready})

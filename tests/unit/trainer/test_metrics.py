@@ -17,6 +17,7 @@ from megatron_dapo.rollout.statistics import statistics_from_json
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS, checked
 from megatron_dapo.trainer.metrics import (
+    idle_metrics,
     prefix_metrics,
     quality_metrics,
     quality_warnings,
@@ -56,9 +57,16 @@ def test_rounds_are_those_that_the_collector_counts(make_world: Callable) -> Non
     )
     rollout = world.collector.collect(10)
     times = dict.fromkeys((*PHASES, "step"), 1.0)
-    metrics = step_metrics(config, rollout, 0, {}, times, 0.0)
+    metrics = step_metrics(config, rollout, 0, {}, times, 0.0, None)
     assert rollout.statistics.num_started == 13, "12.5 rounded up: two rounds, if the metric rounded down"
     assert metrics["rollout/generation_rounds"] == world.collector.generation_step == 1
+
+
+def test_idle_shares_are_those_of_the_step_without_evaluation() -> None:
+    times = {**dict.fromkeys(PHASES, 0.0), "generate": 3.0, "evaluate": 5.0, "step": 15.0}
+    assert idle_metrics(times, 13.0) == {"async/trainer_idle": pytest.approx(0.3), "async/engine_idle": pytest.approx(0.2)}
+    assert idle_metrics(times, None)["async/engine_idle"] == pytest.approx(0.7), "engines that take turns with the trainer"
+    assert idle_metrics(times, 0.0)["async/engine_idle"] == 1.0 and idle_metrics(times, 99.0)["async/engine_idle"] == 0.0
 
 
 def test_sources_by_counting_their_groups(make_world: Callable) -> None:

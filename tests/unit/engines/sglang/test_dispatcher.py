@@ -58,6 +58,33 @@ def test_a_server_without_any_answer_times_out() -> None:
     assert "no answer to any request for 1.0 s" in str(found[0].result)
 
 
+def test_servers_are_busy_while_they_have_attempts() -> None:
+    """Attempts next to each other count once, a time without any does not count, a dropped attempt ends."""
+    request, quick, silent = GenerationRequest("r", (1,), SamplingParams(), seed=0), OneAtATime(0.3), OneAtATime(0.0)
+    dispatcher = HttpDispatcher(10, 8)
+    try:
+        dispatcher.send([(number, quick, request, "") for number in range(2)])
+        arrived: list[Outcome] = []
+        while len(arrived) < 2:
+            arrived += dispatcher.receive(5.0)
+        once = dispatcher.busy_s
+        assert 0.6 <= once, "two attempts of 0.3 s, one after the other"
+        time.sleep(0.5)
+        assert dispatcher.busy_s == once
+        begin = time.monotonic()
+        dispatcher.send([(2, silent, request, ""), (3, silent, request, "")])
+        time.sleep(0.3)
+        dispatcher.give_up([2])
+        time.sleep(0.3)
+        dispatcher.give_up([3])
+        time.sleep(0.3)
+        busy, passed = dispatcher.busy_s - once, time.monotonic() - begin
+        assert 0.5 < busy < passed - 0.2
+        assert dispatcher.busy_s - once == busy
+    finally:
+        dispatcher.close()
+
+
 def test_connections_stay_within_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 servers of 128 requests would take 8,192 connections of rank 0."""
     monkeypatch.setattr(engine_module.resource, "getrlimit", lambda kind: (1024, 1024))
