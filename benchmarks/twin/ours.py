@@ -51,6 +51,7 @@ class Settings:
     window: int = 0  # tokens; 0: whole responses
     parts: int = 1  # mini-batches that are trained while the rest of the batch is generated; 1: whole batches
     order: Literal["start", "guarded"] = "start"
+    in_flight: bool = False  # weights are replaced under running responses, which keep their cache
     num_steps: int = 12
     num_warm: int = 4  # first steps that are not counted
 
@@ -112,6 +113,7 @@ class SimulatedServers:
         self._requests: dict[str, GenerationRequest] = {}
         self._done: dict[str, int] = {}  # tokens of stopped responses
         self._open: Counter[Hashable] = Counter()  # group -> its unfinished responses
+        self._runs: dict[str, tuple[VersionRange, ...]] = {}  # of running responses, up to the last update in flight
 
     @property
     def num_unfinished(self) -> int:
@@ -150,6 +152,20 @@ class SimulatedServers:
         self._done.update((str(one.key), tokens) for one, tokens in stopped)
         return [self._completion(one, tokens, "abort") for one, tokens in stopped]
 
+    def update_in_flight(self, seconds: float) -> None:
+        """Stand still for `seconds` in which weights are replaced; responses go on with the new ones."""
+        for response, tokens in self.fleet.running():
+            name = str(response.key)
+            shown = min(tokens // SCALE, -(-response.length // SCALE) - 1)
+            self._runs[name] = self._versions(name, self._requests[name], shown)
+        self.fleet.pause(seconds, keeps_cache=True)
+
+    def _versions(self, name: str, request: GenerationRequest, shown: int) -> tuple[VersionRange, ...]:
+        """Return the versions of the first `shown` tokens, of which the last ones are of the version that is served."""
+        runs = self._runs.get(name) or (request.prefix.versions if request.prefix else ())
+        start = runs[-1].end if runs else 0
+        return (*runs, VersionRange(start, shown, self.policy_version)) if shown > start else runs
+
     def _lengths(self, group: int) -> list[int]:
         if group not in self.lengths:
             self.lengths[group] = self._settings.lengths.of_group(group, self._settings.group_size)
@@ -165,13 +181,12 @@ class SimulatedServers:
     def _completion(self, response: Response, tokens: int, reason: Any) -> Completion:
         name = str(response.key)
         request = self._requests.pop(name)
-        runs = request.prefix.versions if request.prefix else ()
-        start = runs[-1].end if runs else 0
         shown = -(-response.length // SCALE)
         if reason == "abort":
-            shown = max(start, min(tokens // SCALE, shown - 1))
-        if shown > start:
-            runs = (*runs, VersionRange(start, shown, self.policy_version))
+            begun = self._runs.get(name) or (request.prefix.versions if request.prefix else ())
+            shown = max(begun[-1].end if begun else 0, min(tokens // SCALE, shown - 1))
+        runs = self._versions(name, request, shown)
+        self._runs.pop(name, None)
         return Completion(name, np.zeros(shown, np.int32), np.zeros(shown, np.float32), reason, runs)
 
 
@@ -255,7 +270,9 @@ class Run:
         self.inner = self._collector()
         self.watched = WatchedCollector(self.inner, self.servers, self.clock)
         self._streams = settings.parts > 1
-        self.collector = AsyncCollector(self.watched, self._ahead, TIMEOUT_S, overlaps=self._streams)
+        self.collector = AsyncCollector(
+            self.watched, self._ahead, TIMEOUT_S, overlaps=self._streams, keeps_requests=settings.in_flight
+        )
         self._num_taken = 0  # batches or parts
         self.time = 0.0
         self.version = -1
@@ -351,6 +368,8 @@ class Run:
     def _update(self, seconds: float) -> None:
         self.clock.set(self.time, is_released=True)
         self.collector.before_update()
+        if self._settings.in_flight:
+            self.servers.update_in_flight(seconds)
         self.time += seconds
         self.servers.fleet.advance(self.time)
         self.version += 1

@@ -1,7 +1,8 @@
-"""A model of the product's schedules, which is faster than its collectors and also has weight updates in flight.
+"""A model of the product's schedules, which is faster than its collectors.
 
-Without those it is the schedule of `AsyncCollector` over `GroupCollector`, with which it is compared. "guarded" trains decided groups as they end, but keeps a place for every group that this step must train to stay within
-the bound of the staleness, and never drops one.
+It is the schedule of `AsyncCollector` over `GroupCollector`, with which it is compared. "guarded" trains decided groups as
+they end, but keeps a place for every group that this step must train to stay within the bound of the staleness, and never
+drops one.
 """
 
 from __future__ import annotations

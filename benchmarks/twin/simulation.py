@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -151,13 +151,18 @@ class Engine:
         self.context -= response.prompt + response.length
         if not self.running:
             self.context = 0.0
-        self._fill()
+        if self.waiting:
+            self._fill()
         return response
+
+    def tokens(self) -> list[tuple[Response, int]]:
+        """Return the responses with the tokens that each has."""
+        running = [(one, one.done + int(self.step - began + 1e-9)) for _, _, one, began in self.running]
+        return running + [(one, one.done) for one in self.waiting]
 
     def stop(self) -> list[tuple[Response, int]]:
         """Remove everything; return the responses with the tokens that each has."""
-        stopped = [(one, one.done + int(self.step - began + 1e-9)) for _, _, one, began in self.running]
-        stopped += [(one, one.done) for one in self.waiting]
+        stopped = self.tokens()
         self.running, self.context = [], 0.0
         self.waiting.clear()
         return stopped
@@ -207,6 +212,8 @@ class Fleet:
     @property
     def next_end(self) -> float:
         """Time at which the next response ends."""
+        if not self._changed:
+            return self._events[0][0] if self._events else NEVER
         for index in self._changed:
             self._generations[index] += 1
             heapq.heappush(self._events, (self.engines[index].next_end, index, self._generations[index]))
@@ -254,6 +261,12 @@ class Fleet:
         self.now = max(self.now, to)
         return ended
 
+    def running(self) -> Iterator[tuple[Response, int]]:
+        """Yield the unfinished responses with the tokens that each has."""
+        for engine in self.engines:
+            engine.advance(self.now)
+            yield from engine.tokens()
+
     def stop(self) -> list[tuple[Response, int]]:
         """Remove everything; return the responses with the tokens that each has."""
         stopped = []
@@ -296,15 +309,22 @@ class Lengths:
 
     def of_group(self, number: int, size: int) -> list[int]:
         """Return the lengths of the responses of a group."""
-        chance = np.random.default_rng((self.seed, number))
+        shared, single = _scores(self.seed, number, size)
         own = math.sqrt(max(0.0, self.sigma**2 - self.prompt_sigma**2))
-        logs = self.prompt_sigma * chance.standard_normal() + own * chance.standard_normal(size)
+        logs = self.prompt_sigma * shared + own * single
         return np.clip(self.median * np.exp(logs), 1, self.longest).astype(int).tolist()
 
     @property
     def mean(self) -> float:
         """Mean length."""
         return _mean(self.median, self.sigma, self.longest)
+
+
+@lru_cache(maxsize=1 << 14)
+def _scores(seed: int, number: int, size: int) -> tuple[float, np.ndarray]:
+    """Return standard normal numbers: one of a group and one of each response; runs of one seed draw the same."""
+    chance = np.random.default_rng((seed, number))
+    return chance.standard_normal(), chance.standard_normal(size)
 
 
 @lru_cache(maxsize=256)
