@@ -22,7 +22,7 @@ from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettin
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.engines.sglang.servers import ReadyServer, StartedServers
+from megatron_dapo.engines.sglang.servers import Part, ReadyServer, StartedServers
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.types import Completion, GenerationRequest
@@ -119,9 +119,9 @@ def killed_server(python: Path, directory: Path) -> Iterator[KilledServer]:
     started: list[SglangServer] = []
     engine: list[SglangEngine] = []
 
-    def start(index: int, _: int, num_restarts: int, cache_tokens: int | None) -> SglangServer:
-        fields = replace(settings, num_restarts=num_restarts, replaced_cache_tokens=cache_tokens)
-        started.append(SglangServer.start(fields, index))
+    def start(part: Part) -> SglangServer:
+        fields = replace(settings, num_restarts=part.num_restarts, replaced_cache_tokens=part.cache_tokens)
+        started.append(SglangServer.start(fields, part.index))
         return started[-1]
 
     def connect(server: ReadyServer) -> SglangClient:

@@ -232,7 +232,7 @@ def _engines(plan: Plan, memory: RunMemory) -> Iterator[str]:
         yield f"engines: {memory.num_engines}, {where}"
         return
     yield (
-        f"engines: {memory.num_engines} SGLang servers of TP{sglang.tp_size}, {sglang.servers_per_node} a node, "
+        f"engines: {memory.num_engines} SGLang servers of TP{sglang.tp_size}, {sglang.places}, "
         f"{sglang.placement}, weights by {sglang.weight_sync_transport}"
     )
     if plan.cluster.gpus_per_node:

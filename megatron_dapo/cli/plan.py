@@ -37,7 +37,7 @@ from megatron_dapo.plan import cpu
 from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import num_parameters, recompute_of
-from megatron_dapo.plan.search import Found, search
+from megatron_dapo.plan.search import Found, Ranked, search
 from megatron_dapo.plan.step import StepPlan, plan_step
 from megatron_dapo.rounding import GIB
 from megatron_dapo.run.plan import these_cpus
@@ -303,7 +303,13 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
     """Yield the lines of a search."""
     yield f"{gpus} {gpu}: {found.num_tried} layouts tried, {found.num_fitting} fit"
     if found.needs_fp8:
-        yield 'nothing fits with servers in 16 bits: those below have sglang.quantization = "fp8"'
+        yield 'nothing fits with servers in 16 bits on one node: those below have sglang.quantization = "fp8"'
+    if found.over_nodes:
+        plan, sglang = found.over_nodes.plan, found.over_nodes.plan.config.sglang
+        yield (
+            f"in 16 bits a step takes {plan.total:.0f} s with servers of TP{sglang.tp_size}, {sglang.places}, and "
+            f"{plan.cluster.processes_per_node(plan.processes)} trainer processes a node: {_as_options(found.over_nodes)}"
+        )
     if found.fp8_seconds:
         yield f'servers in 16 bits hold few responses; with sglang.quantization = "fp8" a step takes {found.fp8_seconds:.0f} s'
     if not found.layouts:
@@ -316,7 +322,7 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
         plan, sglang = one.plan, one.plan.config.sglang
         yield (
             f"{rank:2}. {plan.total:.0f} s a step: {_layout(plan.config)}; {plan.memory.num_engines} servers of "
-            f"TP{sglang.tp_size} at mem_fraction_static {sglang.mem_fraction_static:g}, {sglang.placement}"
+            f"TP{sglang.tp_size}, {sglang.places}, at mem_fraction_static {sglang.mem_fraction_static:g}, {sglang.placement}"
         )
         phases = ", ".join(f"{phase} {plan.of_phase(phase):.1f} s" for phase in plan.seconds)
         yield f"    {phases}; {plan.peak / GIB:.1f} GiB"
@@ -326,10 +332,18 @@ def found_lines(found: Found, gpu: str, gpus: int) -> Iterator[str]:
         if rank > 1:
             yield f"    unlike the first: {_difference(one.settings, found.layouts[0].settings)}"
     if found.layouts:
-        first, config = found.layouts[0].settings, found.layouts[0].plan.config
-        chosen = {path: value for path, value in first.items() if config.has_critic or not path.startswith("critic.")}
         yield "settings of the first: (--write layout.toml makes a recipe of them)"
-        yield "  " + " ".join(f"--set {path}={_value(value)}" for path, value in chosen.items())
+        yield f"  {_as_options(found.layouts[0])}"
+
+
+def _as_options(one: Ranked) -> str:
+    """Return a layout's settings as options of a command."""
+    chosen = one.settings.items() if one.plan.config.has_critic else _without_critic(one.settings)
+    return " ".join(f"--set {path}={_value(value)}" for path, value in chosen)
+
+
+def _without_critic(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(path, value) for path, value in settings.items() if not path.startswith("critic.")]
 
 
 def _difference(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -469,6 +483,10 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
     }
 
 
+def _ranked_json(one: Ranked) -> dict[str, Any]:
+    return {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}
+
+
 def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
     """Return the result of a search as JSON's types."""
     return {
@@ -480,8 +498,6 @@ def found_json(found: Found, gpu: str, gpus: int) -> dict[str, Any]:
         "refused": found.refused,
         "needs_fp8": found.needs_fp8,
         "fp8_seconds": found.fp8_seconds,
-        "layouts": [
-            {**plan_json(one.plan), "settings": one.settings, "binding": one.binding, "flip": one.flip}
-            for one in found.layouts
-        ],
+        "over_nodes": _ranked_json(found.over_nodes) if found.over_nodes else None,
+        "layouts": [_ranked_json(one) for one in found.layouts],
     }

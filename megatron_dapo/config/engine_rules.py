@@ -6,6 +6,7 @@ from megatron_dapo.config.section import Rule
 
 _SGLANG = 'rollout.engine == "sglang"'
 _GIVEN_BY_URL = f"{_SGLANG} and sglang.urls"
+_OVER_NODES = f"{_SGLANG} and sglang.nodes_per_server > 1"
 _IN_FLIGHT = f'{_SGLANG} and sglang.update_pause != "abort"'
 
 ENGINE_RULES = (
@@ -72,6 +73,33 @@ ENGINE_RULES = (
         "sglang.tp_size % sglang.ep_size == 0",
         "set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",
         when=_SGLANG,
+    ),
+    Rule(
+        "sglang.tp_size % sglang.nodes_per_server == 0",
+        "set sglang.nodes_per_server = {nearest_divisor(sglang.tp_size, sglang.nodes_per_server)}",
+        when=_SGLANG,
+        reason="each node of a server has equally many of its ranks",
+    ),
+    Rule(
+        "not sglang.urls",
+        "set sglang.nodes_per_server = 1",
+        when=_OVER_NODES,
+        reason="how servers given by URL are spread is their operator's choice",
+        path="sglang.nodes_per_server",
+    ),
+    Rule(
+        'sglang.placement == "disaggregated"',
+        'set sglang.placement = "disaggregated", or sglang.nodes_per_server = 1',
+        when=_OVER_NODES,
+        reason="only servers of one node sleep on the trainer's devices",
+        path="sglang.nodes_per_server",
+    ),
+    Rule(
+        'sglang.weight_sync_transport == "p2p"',
+        'set sglang.weight_sync_transport = "p2p", or sglang.nodes_per_server = 1',
+        when=_OVER_NODES,
+        reason="shared memory and the replies of ranks that load a directory stay on one node",
+        path="sglang.nodes_per_server",
     ),
     # SGLang would abort every response that outgrows its cache, and the batch would never fill.
     Rule(

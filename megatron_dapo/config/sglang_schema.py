@@ -29,7 +29,11 @@ class SglangConfig(Section):
     """Expert-parallel size of a server, within its tensor ranks. For mixture-of-experts models."""
 
     servers_per_node: PositiveInt = 1
-    """Servers started on every node of the trainer."""
+    """Servers started on every node of the trainer. With nodes_per_server above 1: servers that each node has a part of."""
+
+    nodes_per_server: PositiveInt = 1
+    """Nodes over which a server's tensor ranks are spread, tp_size / nodes_per_server on each. Above 1 for models that the
+    GPUs of one node cannot hold; servers are then disaggregated and get their weights by p2p."""
 
     urls: tuple[str, ...] = ()
     """Servers that are already running (on other nodes of the same job); none are started then. Needs api_key_file."""
@@ -134,6 +138,17 @@ class SglangConfig(Section):
     parity_interval: NonNegativeInt = 10
     """Train steps between comparisons of trainer and engine log-probs on fixed prompts. The first update is always
     compared. 0: only that one."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a server on each of its nodes."""
+        return max(1, self.tp_size // self.nodes_per_server)
+
+    @property
+    def places(self) -> str:
+        """Description of where servers are."""
+        over = f", each over {self.nodes_per_server} nodes" if self.nodes_per_server > 1 else ""
+        return f"{self.servers_per_node} a node{over}"
 
     @property
     def kernels(self) -> str:

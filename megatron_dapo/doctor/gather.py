@@ -228,7 +228,7 @@ def precision_answer(config: Config) -> dict[str, str]:
 def _rollout_engine(config: Config) -> str:
     if config.rollout.engine == "embedded":
         return "transformers inside the trainer's processes"
-    servers = len(config.sglang.urls) or f"{config.sglang.servers_per_node} a node"
+    servers = len(config.sglang.urls) or config.sglang.places
     return f"SGLang servers ({servers}, {config.sglang.placement}, weights by {config.sglang.weight_sync_transport})"
 
 

@@ -99,8 +99,9 @@ def machine_problems(config: Config, is_here: bool) -> Iterator[Violation]:
             read_key(Path(config.sglang.api_key_file))
     except ValueError as error:
         yield UnusableInput("sglang.api_key_file", str(error), "")
-    # Each server needs a port for requests and one for its ranks' rendezvous.
-    if not config.sglang.urls and (problem := _ports_problem(config.sglang.host, 2 * config.sglang.servers_per_node)):
+    # Each server needs a port for requests, one for its ranks' rendezvous and, over several nodes, one for its parts'.
+    num_ports = (3 if config.sglang.nodes_per_server > 1 else 2) * config.sglang.servers_per_node
+    if not config.sglang.urls and (problem := _ports_problem(config.sglang.host, num_ports)):
         yield UnusableInput("sglang.host", problem, 'set sglang.host = "auto", or end the processes that use the ports')
 
 

@@ -55,10 +55,19 @@ CLUSTER_RULES = (
         path="parallel",
     ),
     Rule(
-        "sglang.tp_size <= gpus_per_node",
-        "set sglang.tp_size = {gpus_per_node} or less",
+        "sglang.ranks_per_node <= gpus_per_node",
+        "set sglang.nodes_per_server = {ceil(sglang.tp_size / gpus_per_node)} with disaggregated servers and p2p, or "
+        "sglang.tp_size = {gpus_per_node * sglang.nodes_per_server} or less",
         when=f"{_STARTED} and {_ON_GPUS}",
-        reason="a server lives on one node",
+        reason="each node has tp_size / nodes_per_server ranks of a server",
+        path="sglang.tp_size",
+    ),
+    Rule(
+        "server_nodes % sglang.nodes_per_server == 0",
+        "set sglang.nodes_per_server = {nearest_divisor(server_nodes, sglang.nodes_per_server)}, or run the policy on "
+        "{padded(server_nodes, sglang.nodes_per_server)} nodes",
+        when=f"{_STARTED} and sglang.nodes_per_server > 1",
+        reason="a server takes whole nodes' parts, one after the other",
     ),
     Rule(
         "sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
@@ -67,11 +76,11 @@ CLUSTER_RULES = (
     ),
     # The trainer's processes use the first GPUs of a node; servers with separate GPUs use the ones after them.
     Rule(
-        "processes_per_node + sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
-        "set sglang.servers_per_node = {max(1, (gpus_per_node - processes_per_node) // sglang.tp_size)}, or start "
-        "{max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size)} trainer processes a node, on "
-        "{ceil(processes / max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size))} nodes",
-        when=f"{_DISAGGREGATED} and sglang.tp_size <= gpus_per_node and processes_per_node <= gpus_per_node",
+        "processes_per_node + sglang.servers_per_node * sglang.ranks_per_node <= gpus_per_node",
+        "set sglang.servers_per_node = {max(1, (gpus_per_node - processes_per_node) // sglang.ranks_per_node)}, or start "
+        "{max(1, gpus_per_node - sglang.servers_per_node * sglang.ranks_per_node)} trainer processes a node, on "
+        "{ceil(processes / max(1, gpus_per_node - sglang.servers_per_node * sglang.ranks_per_node))} nodes",
+        when=f"{_DISAGGREGATED} and sglang.ranks_per_node <= gpus_per_node and processes_per_node <= gpus_per_node",
     ),
 )
 
@@ -124,10 +133,11 @@ DEADLINE_RULES = (
 )
 
 
-def cluster_facts(processes: int, cluster: Cluster) -> dict[str, Any]:
+def cluster_facts(config: Config, processes: int, cluster: Cluster) -> dict[str, Any]:
     """Return the numbers of the machines that formulas refer to."""
     return {
         "num_nodes": cluster.num_nodes,
+        "server_nodes": cluster.server_nodes(config, processes),
         "gpus_per_node": cluster.gpus_per_node,
         "gpu_gib": round(cluster.gpu_gib, 1),
         "host_gib": round(cluster.host_gib, 1),
@@ -255,7 +265,7 @@ def check(
     processes = config.num_processes if processes is None else processes
     if config.num_critic_processes >= processes:
         return []  # `validate` says so: no process is left for the policy
-    outside, facts = out_of_range(config).keys(), cluster_facts(processes, cluster)
+    outside, facts = out_of_range(config).keys(), cluster_facts(config, processes, cluster)
     violations = [*broken(CLUSTER_RULES, config, facts, outside), *unshared_hooks(config, cluster)]
     if violations or architecture is None or not cluster.gpus_per_node:
         return violations

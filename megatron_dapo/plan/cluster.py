@@ -44,18 +44,22 @@ class Cluster:
     def num_engines(self, config: Config, processes: int) -> int:
         """Return the engines of the run: servers started on every node with the policy's processes, servers given by URL, or
         one embedded engine for each process of the policy."""
-        policy = processes - config.num_critic_processes
+        sglang = config.sglang
         if config.rollout.engine == "embedded":
-            return policy
-        nodes = -(-policy // max(self.processes_per_node(processes), 1))
-        return len(config.sglang.urls) or nodes * config.sglang.servers_per_node
+            return processes - config.num_critic_processes
+        return len(sglang.urls) or self.server_nodes(config, processes) * sglang.servers_per_node // sglang.nodes_per_server
+
+    def server_nodes(self, config: Config, processes: int) -> int:
+        """Return the nodes with processes of the policy, on which servers are started."""
+        policy = processes - config.num_critic_processes
+        return -(-policy // max(self.processes_per_node(processes), 1))
 
 
 def server_gpus(config: Config) -> int:
     """Return the number of a node's GPUs that only servers use."""
     sglang = config.sglang
     has_own = config.rollout.engine == "sglang" and sglang.placement == "disaggregated" and not sglang.urls
-    return sglang.servers_per_node * sglang.tp_size if has_own else 0
+    return sglang.servers_per_node * sglang.ranks_per_node if has_own else 0
 
 
 def cluster_for(

@@ -20,6 +20,7 @@ SIGMA = 1.0  # standard deviation of log length: most responses are short and a 
 MEAN_SHARE = 0.25  # default mean of reasoning rollouts, as a share of the longest response
 MEAN_PROMPT_SHARE = 0.125  # mean prompt, as a share of the longest prompt
 KEPT_SHARE = 0.6  # share of groups that remain after all-right and all-wrong ones are dropped
+REDUCTION_SECONDS = 30e-6  # of a small all-reduce between nodes by RDMA: an order of magnitude, not measured
 MOST_SIMULATED = 4096  # most responses of an engine that are simulated one by one
 
 
@@ -86,6 +87,7 @@ class EngineRates:
     expert_share: float = 0.0  # share of the weights that belongs to experts
     chosen_share: float = 1.0  # share of the experts that a token chooses
     fp8: bool = False
+    reductions: int = 0  # all-reduces of a step between nodes
 
     def tick(self, running: float, context: float) -> tuple[float, float, float]:
         """Return the seconds of one decoding step for memory reads, for products and for overhead.
@@ -99,7 +101,7 @@ class EngineRates:
         read /= self.gpu.memory_bytes_s
         rate = self.ranks * self.gpu.flops * SHARES.decode_flops * (2 if self.fp8 else 1)
         products = 2 * self.active_parameters * running / rate
-        return read, products, TICK_SECONDS + REQUEST_SECONDS * running
+        return read, products, TICK_SECONDS + REQUEST_SECONDS * running + REDUCTION_SECONDS * self.reductions
 
     def seconds(self, running: float, context: float) -> float:
         read, products, overhead = self.tick(running, context)
@@ -121,6 +123,7 @@ def engine_rates(config: Config, architecture: ModelArchitecture, engine: Engine
         expert_share=experts / whole,
         chosen_share=architecture.num_experts_per_token / architecture.num_experts if architecture.num_experts else 1.0,
         fp8=is_fp8,
+        reductions=2 * architecture.num_layers if config.sglang.nodes_per_server > 1 else 0,
     )
 
 

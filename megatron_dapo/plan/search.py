@@ -26,7 +26,9 @@ MOST_EXPERT_RANKS = 64
 MOST_STATIC = 0.85  # largest sglang.mem_fraction_static
 MARGIN = 5 * GIB  # left free on each GPU: published measurements of NCCL's memory differ by gigabytes
 MOST_LISTED = 10
-TRAINER_MEMORY = "trainer memory"  # a reason for not fitting
+TRAINER_MEMORY, SERVER_MEMORY = "trainer memory", "KV cache"  # reasons for not fitting
+NODES = (2, 4, 8)  # over which a server may be spread
+_DISAGGREGATED = {"sglang.placement": "disaggregated", "sglang.weight_sync_transport": "p2p"}
 FEWEST_RUNNING = 2  # responses that a server must be able to decode at once
 
 
@@ -51,6 +53,7 @@ class Found:
     needs_fp8: bool = False  # True if no layout with 16-bit servers fits
     fp8_seconds: float | None = None  # step time of the fastest FP8 layout, if 16-bit servers have little room
     refused: str = ""  # the validator's message for the fastest layout, if it accepts none
+    over_nodes: Ranked | None = None  # the fastest with 16-bit servers over several nodes, if no one node's GPUs hold one
 
 
 def search(
@@ -63,17 +66,39 @@ def search(
 ) -> Found:
     """Return the layouts that fit `num_gpus` of a cluster and pass validation, fastest first."""
     found = _search(config, architecture, num_gpus, gpu, cluster, mean_response)
+    spread = None
+    if not found.layouts and SERVER_MEMORY in found.reasons:
+        spread = _over_nodes(config, architecture, gpu, cluster, mean_response)
     is_short = not found.layouts or "sglang.max_running_requests" in found.layouts[0].settings
     if not is_short or config.sglang.quantization != "none":
-        return found
+        return spread or found
     # FP8 weights halve the servers' weight memory, but widen the gap between rollout and trainer log-probs.
     setting = {"sglang.quantization": "fp8"}
     quantized = _search(derive(config, setting), architecture, num_gpus, gpu, cluster, mean_response)
     if found.layouts:
         seconds = quantized.layouts[0].plan.total if quantized.layouts else None
         return replace(found, fp8_seconds=seconds)
+    if spread and not quantized.layouts:
+        return spread
     layouts = tuple(replace(one, settings=one.settings | setting) for one in quantized.layouts)
-    return replace(quantized, layouts=layouts, needs_fp8=bool(layouts), refused=found.refused or quantized.refused)
+    refused, over_nodes = found.refused or quantized.refused, spread.layouts[0] if spread else None
+    return replace(quantized, layouts=layouts, needs_fp8=bool(layouts), refused=refused, over_nodes=over_nodes)
+
+
+def _over_nodes(
+    config: Config, architecture: ModelArchitecture, gpu: Gpu, cluster: Cluster, mean_response: float | None
+) -> Found | None:
+    """Return the layouts with servers over several nodes, with some GPUs of each; None if there are none.
+
+    For models that the GPUs of one node cannot hold in any number.
+    """
+    best = None
+    for of_server in (size for size in TENSOR if size < cluster.gpus_per_node):
+        num_gpus = cluster.num_nodes * (cluster.gpus_per_node - of_server)
+        found = _search(config, architecture, num_gpus, gpu, cluster, mean_response, of_server)
+        if found.layouts and (best is None or found.layouts[0].plan.total < best.layouts[0].plan.total):
+            best = found
+    return best
 
 
 def _search(
@@ -83,24 +108,28 @@ def _search(
     gpu: Gpu,
     cluster: Cluster,
     mean_response: float | None,
+    of_server: int = 0,
 ) -> Found:
+    """Search for layouts of `num_gpus` processes. `of_server`: GPUs of each node that belong to servers over several nodes;
+    0: servers share the trainer's."""
+    own = replace(cluster, gpus_per_node=cluster.gpus_per_node - of_server)
     plans: list[tuple[dict[str, Any], StepPlan]] = []
     reasons = Counter[str]()
     lengths = step_lengths(config, mean_response)
     kinds = recomputations(config, architecture)
     # Context parallelism with packed sequences has never run on GPUs, so it is tried only if nothing fits without it.
-    without, more = (list(candidates(config, architecture, num_gpus, cluster, sizes)) for sizes in ((1,), CONTEXT))
+    without, more = (list(candidates(config, architecture, num_gpus, own, sizes)) for sizes in ((1,), CONTEXT))
     for index, layout in enumerate((*without, *more)):
         if index == len(without) and plans:
             break
         for kind in kinds:  # fastest first: slower kinds leave the servers no more room
-            trainer = layout | kind
-            probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster)
+            trainer = layout | kind | (_DISAGGREGATED if of_server else {})
+            probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster, of_server)
             if reason != TRAINER_MEMORY:
                 break
-        servers = [] if reason else list(_servers(probe, memory, architecture, cluster, lengths, gpu))
+        servers = [] if reason else list(_servers(probe, memory, architecture, cluster, lengths, gpu, of_server))
         if not servers:
-            reasons[reason or "KV cache"] += 1
+            reasons[reason or SERVER_MEMORY] += 1
             continue
         _, server = min(servers, key=lambda one: one[0])
         chosen = derive(probe, server)
@@ -119,11 +148,12 @@ def _search(
 
 
 def _trainer_fits(
-    config: Config, settings: dict[str, Any], architecture: ModelArchitecture, cluster: Cluster
+    config: Config, settings: dict[str, Any], architecture: ModelArchitecture, cluster: Cluster, of_server: int
 ) -> tuple[Config, RunMemory, str]:
     """Return the configuration, its memory with a small server, and which memory is too small for the trainer ("":
     none)."""
-    changed = derive(config, {**settings, "sglang.tp_size": cluster.gpus_per_node, "sglang.servers_per_node": 1})
+    largest = _server_sizes(architecture, cluster, of_server)[-1:] or [{"sglang.tp_size": cluster.gpus_per_node}]
+    changed = derive(config, {**settings, **largest[0], "sglang.servers_per_node": 1})
     memory = run_memory(changed, architecture, settings["parallel.num_processes"], cluster)
     if memory.trainer > cluster.gpu_bytes - MARGIN:
         return changed, memory, TRAINER_MEMORY
@@ -137,15 +167,15 @@ def _servers(
     cluster: Cluster,
     lengths: Lengths,
     gpu: Gpu,
+    of_server: int,
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield the settings of servers that fit next to the trainer, each with its seconds of generation."""
     assert memory.engine_memory is not None, "servers are started by this run"
     trainer = memory.engine - memory.engine_memory.static
     fewest = min(FEWEST_SEQUENCES, config.sglang.max_running_requests)
     whole = config.longest_sequence + SPARE_POSITIONS
-    for ranks in (size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)):
-        count = cluster.gpus_per_node // ranks
-        settings: dict[str, Any] = {"sglang.tp_size": ranks, "sglang.servers_per_node": count}
+    for settings in _server_sizes(architecture, cluster, of_server):
+        count = settings["sglang.servers_per_node"] * cluster.num_nodes // settings.get("sglang.nodes_per_server", 1)
         free = free_at_start(derive(config, settings), cluster)
         hundredths = int(100 * (cluster.gpu_bytes - trainer - MARGIN) / free)
         settings["sglang.mem_fraction_static"] = max(0.01, min(MOST_STATIC, hundredths / 100))
@@ -155,8 +185,20 @@ def _servers(
             settings["sglang.max_running_requests"] = holds
         if holds >= min(fewest, FEWEST_RUNNING):
             changed = derive(config, settings)
-            queue = generation_queue(changed, architecture, engine, count * cluster.num_nodes, lengths, gpu)
+            queue = generation_queue(changed, architecture, engine, count, lengths, gpu)
             yield queue.seconds, settings
+
+
+def _server_sizes(architecture: ModelArchitecture, cluster: Cluster, of_server: int) -> list[dict[str, Any]]:
+    """Return the sizes of servers to try, smallest first: of one node's GPUs, or of `of_server` GPUs on each of several."""
+    if not of_server:
+        sizes = [size for size in TENSOR if size <= cluster.gpus_per_node and _serves(architecture, size)]
+        return [{"sglang.tp_size": size, "sglang.servers_per_node": cluster.gpus_per_node // size} for size in sizes]
+    return [
+        {"sglang.tp_size": of_server * nodes, "sglang.nodes_per_server": nodes, "sglang.servers_per_node": 1}
+        for nodes in NODES
+        if cluster.num_nodes % nodes == 0 and _serves(architecture, of_server * nodes)
+    ]
 
 
 def candidates(

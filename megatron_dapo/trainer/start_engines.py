@@ -22,7 +22,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
 from megatron_dapo.engines.sglang.server import AttachedServer, Expectation, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.engines.sglang.servers import ReadyServer, Servers, StartedServers
+from megatron_dapo.engines.sglang.servers import Part, ReadyServer, Servers, StartedServers
 from megatron_dapo.engines.sglang.supervisor import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.models.config_json import read_architecture
@@ -66,8 +66,9 @@ class ServerPlace:
         if sglang.urls:
             attached = {index: self.attach(index) for index in range(len(sglang.urls))} if rank == 0 else {}
             return Servers([0] * len(sglang.urls), attached, coordination)
+        per_node, restarts = sglang.servers_per_node, sglang.max_restarts
         return StartedServers(
-            self.spawn, self.nodes, rank, sglang.servers_per_node, sglang.max_restarts, coordination
+            self.spawn, self.nodes, rank, per_node, restarts, coordination, sglang.nodes_per_server
         )
 
     def attach(self, index: int) -> AttachedServer:
@@ -76,26 +77,27 @@ class ServerPlace:
         expectation = Expectation.of(self.settings(0))
         return AttachedServer(sglang.urls[index], self.key_file, expectation, index, sglang.start_timeout_seconds)
 
-    def spawn(
-        self, index: int, local_index: int, num_restarts: int, cache_tokens: int | None
-    ) -> SglangServer | SupervisedServer:
-        """Start server `index`, the `local_index`-th of this node; `cache_tokens`: of the server that it replaces."""
+    def spawn(self, part: Part) -> SglangServer | SupervisedServer:
+        """Start a server of this node, or its part of one."""
         settings = replace(
-            self.settings(local_index),
+            self.settings(part.slot),
             # Servers with equal seeds would draw the same numbers for the same row and step of their batches.
-            random_seed=(self.config.run.seed + index) % (1 << 31),
-            num_restarts=num_restarts,
-            replaced_cache_tokens=cache_tokens,
+            random_seed=(self.config.run.seed + part.index) % (1 << 31),
+            num_restarts=part.num_restarts,
+            replaced_cache_tokens=part.cache_tokens,
+            num_nodes=self.config.sglang.nodes_per_server,
+            node_rank=part.node_rank,
+            meeting=part.meeting,
         )
         if self.supervisor is not None:
-            return SupervisedServer(self.supervisor, settings, index, local_index)
-        return SglangServer.start(settings, index)
+            return SupervisedServer(self.supervisor, settings, part.index, part.slot)
+        return SglangServer.start(settings, part.index)
 
     def settings(self, local_index: int) -> ServerSettings:
         """Return the settings of the server with index `local_index` on its node."""
         config, sglang = self.config, self.config.sglang
         # The trainer's processes take a node's first GPUs; disaggregated servers take the GPUs after them.
-        first = local_index * sglang.tp_size + (self.processes_here if sglang.placement == "disaggregated" else 0)
+        first = local_index * sglang.ranks_per_node + (self.processes_here if sglang.placement == "disaggregated" else 0)
         address = listen_address(sglang.host, self.own_address())
         require_reachable(address, sglang.host, self.nodes.num_nodes)
         return replace(
@@ -249,7 +251,7 @@ def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
 def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: int) -> ServerSettings:
     """Return the settings of a server that listens on loopback and has the weights of model.path.
 
-    `first_gpu`: index on this node of the first of the server's sglang.tp_size GPUs.
+    `first_gpu`: index on this node of the first of the server's GPUs.
     """
     sglang, cuda = config.sglang, torch.cuda.is_available()
     # A server on a CPU would otherwise take a fixed number of tokens, whatever it needs.
@@ -274,7 +276,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
-        gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
+        gpus=tuple(range(first_gpu, first_gpu + sglang.ranks_per_node)) if cuda else (),
         more_environment=sglang.environment,
     )
 

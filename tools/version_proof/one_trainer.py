@@ -22,7 +22,7 @@ from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettin
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.engines.sglang.servers import ReadyServer, StartedServers
+from megatron_dapo.engines.sglang.servers import Part, ReadyServer, StartedServers
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -93,8 +93,8 @@ class OneTrainer:
                 shard_view(self._buffers[shard.local], shard).copy_(value)
         return self._buffers
 
-    def _start(self, index: int, slot: int, num_restarts: int, cache_tokens: int | None) -> SglangServer:
-        self.server = SglangServer.start(self._settings, index)
+    def _start(self, part: Part) -> SglangServer:
+        self.server = SglangServer.start(self._settings, part.index)
         return self.server
 
     def _connect(self, server: ReadyServer) -> SglangClient:

@@ -64,18 +64,18 @@ def end_with_starter(scratch: Path | None = None) -> None:
     def watch() -> None:
         while os.read(0, 1):
             pass
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-        _end_session()
+        end_session(scratch)
 
     threading.Thread(target=watch, name="watch-starter", daemon=True).start()
 
 
-def _end_session() -> None:
-    """Kill every process of the caller's session, itself last, and remove what they leave.
+def end_session(scratch: Path | None = None) -> None:
+    """Kill every process of the caller's session, itself last, and remove `scratch` and what they leave.
 
     multiprocessing's resource tracker is spared: it removes their semaphores and then ends by itself.
     """
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
     session, caller = os.getsid(0), os.getpid()
     members = [pid for pid, status in _process_table().items() if status.session == session]
     others = [pid for pid in members if pid != caller and not _is_resource_tracker(pid)]

@@ -2,6 +2,8 @@
 
     python -m megatron_dapo.engines.sglang.serve --api-key-file FILE --scratch DIRECTORY [arguments of SGLang's own server]
 
+With --nnodes above 1 it is the part of a server on one of its nodes, and ends with the other parts (--lifeline-port).
+
 SGLang spawns its scheduler and detokenizer, and each of them imports this module again before it imports sglang: what
 must hold in every process of the engine is done where the module is run, not where it is imported as a library.
 """
@@ -12,23 +14,27 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from megatron_dapo.engines.sglang import cpu
+from megatron_dapo.engines.sglang import cpu, lifeline
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_starter, leave_signals_to_starter
+from megatron_dapo.engines.sglang.processes import end_session, end_with_starter, leave_signals_to_starter
 from megatron_dapo.files.linux import end_with_parent
 from megatron_dapo.parallel.store import restrict_stores
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Serve until told to stop. `arguments` are SGLang's and two of ours."""
+    """Serve until told to stop. `arguments` are SGLang's and three of ours."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key-file", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--lifeline-port", type=int)
     ours, sglang_arguments = parser.parse_known_args(arguments)
     end_with_starter(ours.scratch)
     key = read_key(ours.api_key_file)
+    if ours.lifeline_port is not None:
+        _end_with_other_parts(sglang_arguments, ours.lifeline_port, key, ours.scratch)
     cpu.apply_to_sglang()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
@@ -45,10 +51,23 @@ def serve(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def _end_with_other_parts(sglang_arguments: Sequence[str], port: int, key: str, scratch: Path) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--host")
+    parser.add_argument("--dist-init-addr")
+    ours, _ = parser.parse_known_args(sglang_arguments)
+    end = partial(end_session, scratch)
+    if ours.node_rank == 0:
+        lifeline.listen(ours.host, port, key, end)
+    else:
+        lifeline.connect(ours.dist_init_addr.rpartition(":")[0].strip("[]"), port, key, end)
+
+
 if __name__ == "__mp_main__":
     # SGLang asks for the same, but only after imports of many seconds.
     end_with_parent()
-    restrict_stores()  # the scheduler is on one node, and its ranks meet at 127.0.0.1
+    restrict_stores()  # its ranks meet at the address that they are given: loopback, or the first node's
     cpu.prepare_imports()
     cpu.apply_to_sglang()
 

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,15 @@ from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
-from megatron_dapo.engines.sglang.server_settings import DTYPE_NAMES, WEIGHT_LOADER, ServerSettings, command, environment
-from megatron_dapo.engines.sglang.versions import (
-    ApiVersion,
-    api_version_of,
-    newest,
-    require_labels,
-    supported_range,
+from megatron_dapo.engines.sglang.server_settings import (
+    DTYPE_NAMES,
+    WEIGHT_LOADER,
+    Meeting,
+    ServerSettings,
+    command,
+    environment,
 )
+from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, require_labels, supported_range
 from megatron_dapo.models.families import text_fields
 from megatron_dapo.untrusted import one_line, read_json
 
@@ -116,6 +118,10 @@ def open_http(url: str, key_file: Path) -> httpx.Client:
 class AttachedServer:
     """A server given by its URL: watched and used, never stopped."""
 
+    answers = True  # False: the part of a server on its second or a later node
+    meeting = ""  # where its parts on other nodes meet it (`Meeting`)
+    is_kept = False  # from an attempt before this one
+
     def __init__(
         self, url: str, key_file: Path, expectation: Expectation, index: int = 0, timeout_s: float = 60.0
     ) -> None:
@@ -131,13 +137,24 @@ class AttachedServer:
 
     def wait_until_healthy(self) -> ServerInfo:
         """Wait until it generates, then check what it serves. EngineStartError if it fails."""
+        with self._healthy() as http:
+            self.info = checked(self.url, http, self.expectation)
+        return self.info
+
+    def wait_until_joined(self) -> None:
+        """Wait until this part of a server has met the other parts. EngineStartError if it fails."""
+        with self._healthy():
+            pass
+
+    @contextmanager
+    def _healthy(self) -> Iterator[httpx.Client]:
+        """Connections to it once it is healthy. EngineStartError if it fails, or what is done with them."""
         try:
             with open_http(self.url, self.key_file) as http:
                 self._wait_for_health(http, time.monotonic() + self.timeout_s)
-                self.info = checked(self.url, http, self.expectation)
+                yield http
         except (EngineStartError, httpx.HTTPError, ValueError) as error:
             raise EngineStartError(self._describe(str(error) or repr(error))) from error
-        return self.info
 
     def stop(self) -> None:
         """Do nothing: the server belongs to its own operator."""
@@ -176,6 +193,8 @@ class SglangServer(AttachedServer):
         host = f"[{settings.url_host}]" if ":" in settings.url_host else settings.url_host  # IPv6 in brackets
         url = f"http://{host}:{ports[0].number}"
         super().__init__(url, settings.key_file, expectation, index, settings.start_timeout_s)
+        self.answers = settings.node_rank == 0
+        self.meeting = settings.meeting or str(_meeting(settings, ports) or "")
         self.settings, self.log = settings, log
         self._process, self._ports, self._scratch = process, ports, scratch
         self._tree = ProcessTree(process)
@@ -188,10 +207,11 @@ class SglangServer(AttachedServer):
         expectation = Expectation.of(settings)
         read_key(settings.key_file)  # a key that cannot be read is refused here and not in the server's log
         remove_leftovers()
-        ports = (reserve_port(settings.host), reserve_port(settings.host))
+        leads_parts = settings.num_nodes > 1 and settings.node_rank == 0
+        ports = tuple(reserve_port(settings.host) for _ in range(3 if leads_parts else 2))
         scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         try:
-            log = _new_log(settings.log_dir, index)
+            log = _new_log(settings.log_dir, index, settings.node_rank)
             process = _spawn(settings, ports, scratch, log)
         except BaseException:
             _discard(ports, scratch)
@@ -211,10 +231,12 @@ class SglangServer(AttachedServer):
         """Return True if the main process and all of SGLang's workers run, whether they answer or not."""
         return not self._is_closed and self._tree.exit_code is None and self._tree.ended_worker() is None
 
-    def wait_until_healthy(self) -> ServerInfo:
-        """Wait until it generates, then check what it serves. EngineStartError, and no process left, if it fails."""
+    @contextmanager
+    def _healthy(self) -> Iterator[httpx.Client]:
+        """See `AttachedServer`. No process is left if it fails."""
         try:
-            return super().wait_until_healthy()
+            with super()._healthy() as http:
+                yield http
         except BaseException:
             self.kill()
             raise
@@ -276,7 +298,7 @@ def _spawn(
         try:
             with all_cpus():
                 return subprocess.Popen(
-                    command(settings, numbers[0], numbers[1], scratch),
+                    command(settings, numbers[0], numbers[1], scratch, _meeting(settings, ports)),
                     env=variables,
                     cwd=scratch,
                     stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see processes.end_with_starter
@@ -288,12 +310,19 @@ def _spawn(
             raise ValueError(f"engine python {settings.python} cannot be run: {error.strerror}") from error
 
 
-def _new_log(directory: Path, index: int) -> Path:
+def _meeting(settings: ServerSettings, ports: Sequence[ReservedPort]) -> Meeting | None:
+    """Return where the parts of a server on several nodes meet: on the first node at two of its ports."""
+    if settings.meeting:
+        return Meeting.parse(settings.meeting)
+    return Meeting(settings.url_host, ports[1].number, ports[2].number) if settings.num_nodes > 1 else None
+
+
+def _new_log(directory: Path, index: int, node_rank: int = 0) -> Path:
     """A new file for every start: the log of a server that died stays."""
     directory.mkdir(parents=True, exist_ok=True)
-    attempt = 0
+    attempt, name = 0, f"engine_{index}{f'_node_{node_rank}' if node_rank else ''}"
     while True:
-        path = directory / f"engine_{index}{f'.{attempt}' if attempt else ''}.log"
+        path = directory / f"{name}{f'.{attempt}' if attempt else ''}.log"
         try:
             path.touch(mode=0o644, exist_ok=False)
             return path

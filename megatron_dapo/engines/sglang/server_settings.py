@@ -38,8 +38,30 @@ _SEEDS_BETWEEN_RESTARTS = 1 << 16  # more than servers, whose seeds follow each 
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Address on its first node at which the ranks of a server meet, and the port that its other parts stay connected to."""
+
+    host: str
+    port: int
+    lifeline_port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}:{self.lifeline_port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Meeting:
+        host, port, lifeline_port = text.rsplit(":", 2)
+        return cls(host, int(port), int(lifeline_port))
+
+    @property
+    def init_address(self) -> str:
+        """SGLang's --dist-init-addr."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
 class ServerSettings:
-    """One server. What may differ between the servers of a run is the cores or GPUs they get."""
+    """One server, or a node's part of one. What may differ between the servers of a run is the cores or GPUs they get."""
 
     python: Path
     """Interpreter of the environment SGLang is installed in."""
@@ -88,7 +110,13 @@ class ServerSettings:
     """Tokens that the cache of the first server in this place held: an upper bound if max_total_tokens is None."""
     start_timeout_s: float = 300.0
     gpus: tuple[int, ...] = ()
-    """GPUs of this server, one a rank, by their numbers in the process that starts it; empty: the first ones visible."""
+    """GPUs of this server here, one a rank, by their numbers in the process that starts it; empty: the first ones visible."""
+    num_nodes: int = 1
+    """Nodes over which its tensor ranks are spread."""
+    node_rank: int = 0
+    """Number of this node among them. The part on node 0 answers requests; the others only compute."""
+    meeting: str = ""
+    """Where the parts meet (`Meeting`), as the part on node 0 has chosen it; "" there."""
     more_arguments: tuple[str, ...] = ()
     """Further arguments for SGLang's server."""
     more_environment: tuple[str, ...] = ()
@@ -104,8 +132,13 @@ class ServerSettings:
         return self.advertised_host or self.host
 
 
-def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: Path) -> list[str]:
-    """The command line of a server. It holds no secret."""
+def command(
+    settings: ServerSettings, port: int, rendezvous_port: int, scratch: Path, meeting: Meeting | None = None
+) -> list[str]:
+    """The command line of a server, or of its part on this node. It holds no secret.
+
+    meeting: of a server on several nodes.
+    """
     arguments = {
         "api-key-file": settings.key_file.resolve(),
         "scratch": scratch,
@@ -126,6 +159,13 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
         "grammar-backend": "none",
         "json-model-override-args": _MODEL_OVERRIDES[settings.quantization],
     }
+    if meeting is not None:
+        arguments |= {
+            "lifeline-port": meeting.lifeline_port,
+            "nnodes": settings.num_nodes,
+            "node-rank": settings.node_rank,
+            "dist-init-addr": meeting.init_address,
+        }
     # Token ids in, token ids out: the server needs no tokenizer.
     # Without sleep-on-idle a scheduler takes a whole core while it waits.
     switches = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle"]
@@ -171,6 +211,9 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
     }
     if is_loopback(settings.host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
+    if settings.num_nodes > 1:
+        # Otherwise SGLang advertises the address of whichever interface it finds first.
+        kept["SGLANG_HOST_IP"] = settings.url_host
     if settings.gpus:
         kept[_VISIBLE] = _visible(settings.gpus, inherited.get(_VISIBLE))
     return kept | (_cpu_environment(settings) if settings.device == "cpu" else {})

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
@@ -59,6 +59,9 @@ class Servers:
         entries, problems = [], []
         for index, server in self._own.items():
             try:
+                if not server.answers:
+                    server.wait_until_joined()
+                    continue
                 if index not in self._api_versions:
                     info = server.wait_until_healthy()
                     self._api_versions[index] = info.api_version
@@ -82,11 +85,14 @@ class Servers:
             lambda views: [list(chain.from_iterable(entries)) for entries in zip(*views)],
             "the servers that have ended",
         )
+        reasons: dict[int, list[str]] = {}  # of all parts of a server
+        for index, reason in found_own:
+            reasons.setdefault(index, []).append(reason)
         # A server's own exit reason counts more than a suspicion: it has the end of the log.
-        return dict(sorted({**dict(found_suspected), **dict(found_own)}.items()))
+        return dict(sorted({**dict(found_suspected), **{i: "; ".join(each) for i, each in reasons.items()}}.items()))
 
     def own(self, index: int) -> AttachedServer | None:
-        """Return this rank's server; None for servers of other ranks."""
+        """Return this rank's server, or its part of one; None for servers of other ranks."""
         return self._own.get(index)
 
     def api_version(self, index: int) -> ApiVersion | None:
@@ -107,33 +113,51 @@ class Servers:
             server.stop()
 
 
+@dataclass(frozen=True)
+class Part:
+    """A server to start, or its part on one of its nodes."""
+
+    index: int  # of the server
+    slot: int  # among the parts of the node
+    node_rank: int = 0
+    meeting: str = ""  # where the parts of a server on several nodes meet; "" on the first of them
+    num_restarts: int = 0  # 0 for the first server with this index
+    cache_tokens: int | None = None  # of the first server with this index; None for itself
+
+
 class StartedServers(Servers):
-    """Servers this run starts: `per_node` on every node."""
+    """Servers this run starts: `per_node` on every node, or parts of so many, each on `nodes_per_server` nodes in a row."""
 
     def __init__(
         self,
-        start: Callable[[int, int, int, int | None], SglangServer | SupervisedServer],
+        start: Callable[[Part], SglangServer | SupervisedServer],
         nodes: NodeTopology,
         rank: int,
         per_node: int,
         restarts_per_hour: int,
         coordination: Coordination,
+        nodes_per_server: int = 1,
     ) -> None:
-        """`start(index, slot, num_restarts, cache_tokens)` spawns server `index`, the `slot`-th of its node, and does not wait
-        for it. It may find one that outlived the last attempt instead.
-
-        num_restarts: 0 for the first server with this index. cache_tokens: that one's; None for itself.
-        """
-        leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
-        self._started: dict[int, SglangServer | SupervisedServer] = {
-            index: start(index, index % per_node, 0, None) for index, leader in enumerate(leaders) if leader == rank
-        }
-        super().__init__(leaders, self._started, coordination)
-        self._start, self._per_node, self._rank = start, per_node, rank
+        """`start` spawns a server or its part and does not wait for it. It may find one that outlived the last attempt."""
+        num_servers = nodes.num_nodes // nodes_per_server * per_node
+        firsts = [index // per_node * nodes_per_server for index in range(num_servers)]  # server -> its first node
+        self._started: dict[int, SglangServer | SupervisedServer] = {}
+        super().__init__([nodes.ranks_of(node)[0] for node in firsts], self._started, coordination)
+        self._start, self._rank = start, rank
+        node = nodes.node_of(rank)
+        self._places: dict[int, Part] = {}  # servers with a part here, on the rank that starts it
+        if rank == nodes.ranks_of(node)[0]:
+            self._places = {
+                index: Part(index, index % per_node, node - first)
+                for index, first in enumerate(firsts)
+                if first <= node < first + nodes_per_server
+            }
+        self._are_spread = nodes_per_server > 1
         self._restarts_per_hour = restarts_per_hour
         self._restarts: dict[int, list[float]] = {}  # times of each server's restarts in seconds, on rank 0's clock
         self._num_restarts: Counter[int] = Counter()
         self._have_served = False  # since the last restart
+        self._begin(range(num_servers))
 
     def note_served(self) -> None:
         self._have_served = True
@@ -144,8 +168,51 @@ class StartedServers(Servers):
             logger.warning("server %d is started again: %s", index, lost[index])
             self._started[index].kill()
             self._api_versions.pop(index, None)
-            number = self._num_restarts[index]
-            self._started[index] = self._start(index, index % self._per_node, number, self._cache_tokens.get(index))
+        self._begin(sorted(lost))
+
+    def _begin(self, indices: Sequence[int]) -> None:
+        """Start these servers: their first parts, and with those the others. Collective if servers are spread over nodes."""
+        for index in set(indices) & set(self._places):
+            if self._places[index].node_rank == 0:
+                self._started[index] = self._start(self._part(index, "", self._cache_tokens.get(index)))
+        if not self._are_spread:
+            return
+        self._join_parts(indices)
+        # A server is kept from the last attempt if all its parts are.
+        broken = self._coordination.merge(
+            [i for i in set(indices) & set(self._started) if not self._started[i].is_kept],
+            lambda views: sorted(set(chain.from_iterable(views))),
+            "the parts of servers that were not kept",
+        )
+        again = [index for index in broken if self._any_kept(index)]
+        for index in again:
+            server = self._started[index]
+            assert isinstance(server, SupervisedServer), "only a supervisor keeps servers"
+            server.start_anew()
+        self._join_parts(broken)
+
+    def _any_kept(self, index: int) -> bool:
+        return index in self._started and self._places[index].node_rank == 0 and self._started[index].is_kept
+
+    def _join_parts(self, indices: Sequence[int]) -> None:
+        """Start the parts of these servers that meet a first part on another node. Collective."""
+        leads = {
+            str(index): [self._started[index].meeting, self._cache_tokens.get(index)]
+            for index in indices
+            if index in self._places and self._places[index].node_rank == 0
+        }
+        found = self._coordination.merge(
+            leads, lambda views: {key: value for view in views for key, value in view.items()}, "where servers' parts meet"
+        )
+        for index in set(indices) & set(self._places):
+            if self._places[index].node_rank > 0:
+                meeting, cache_tokens = found[str(index)]
+                if index not in self._started or self._started[index].meeting != meeting:
+                    self._started[index] = self._start(self._part(index, meeting, cache_tokens))
+
+    def _part(self, index: int, meeting: str, cache_tokens: int | None) -> Part:
+        number = self._num_restarts[index]
+        return replace(self._places[index], meeting=meeting, num_restarts=number, cache_tokens=cache_tokens)
 
     def _spend(self, lost: Mapping[int, str]) -> None:
         """Count the restarts; ServersFailed, on every rank, beyond a server's restarts in an hour."""

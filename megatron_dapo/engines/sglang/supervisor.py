@@ -28,8 +28,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,8 @@ class Supervisor:
             self.kill(slot)
             kept = self._slots[slot] = _Slot(SglangServer.start(_settings_from_json(settings), index), settings)
         server = kept.server
-        return {"url": server.url, "pid": server.pid, "has_served": kept.has_served, "released": kept.released}
+        about = {"url": server.url, "pid": server.pid, "meeting": server.meeting}
+        return {**about, "has_served": kept.has_served, "released": kept.released}
 
     def state(self, slot: int, with_reason: bool = False) -> dict[str, Any]:
         """Tell whether a server runs, and if asked how it ended."""
@@ -368,6 +369,7 @@ class SupervisedServer(AttachedServer):
     def __init__(self, supervisor: SupervisorClient, settings: ServerSettings, index: int, slot: int) -> None:
         """Find the server of a slot of this node, or have it started; do not wait for it. ValueError for bad settings."""
         super().__init__("", settings.key_file, Expectation.of(settings), index, settings.start_timeout_s)
+        self.answers = settings.node_rank == 0
         self._supervisor, self._settings, self._slot = supervisor, settings_to_json(settings), slot
         self._start(fresh=False)
 
@@ -378,22 +380,35 @@ class SupervisedServer(AttachedServer):
     def wait_until_healthy(self) -> ServerInfo:
         """Take the server over if it was kept, else wait until it generates; then check what it serves.
 
-        EngineStartError, and no process left, if it fails. One that cannot be taken over is replaced.
+        EngineStartError, and no process left, if it fails. One that cannot be taken over is replaced, if it has no parts on
+        other nodes: these end with it, and the attempt that finds them gone replaces all.
         """
-        if self._has_served:
+        if self.is_kept:
             try:
                 return self._take_over()
             except (EngineError, EngineStartError, httpx.HTTPError, ValueError) as error:
+                if self.meeting:
+                    self.kill()
+                    raise EngineStartError(self._describe(f"it was kept and cannot be taken over: {error}")) from error
                 logger.warning("server %d was kept and is started anew: %s", self.index, error)
-                self._start(fresh=True)
+                self.start_anew()
+        return super().wait_until_healthy()
+
+    @contextmanager
+    def _healthy(self) -> Iterator[httpx.Client]:
+        """See `AttachedServer`. No process is left if it fails."""
         try:
-            info = super().wait_until_healthy()
+            with super()._healthy() as http:
+                yield http
         except EngineStartError as error:
             description = f"{error}; {self.exit_reason()}"
             self.kill()
             raise EngineStartError(description) from error
         self._supervisor.ask("serves", slot=self._slot)
-        return info
+
+    def start_anew(self) -> None:
+        """Replace it, if it was kept or not, by a fresh one."""
+        self._start(fresh=True)
 
     def kill(self) -> None:
         """End every process of it at once."""
@@ -410,8 +425,8 @@ class SupervisedServer(AttachedServer):
     def _start(self, fresh: bool) -> None:
         request = {"slot": self._slot, "index": self.index, "settings": self._settings, "fresh": fresh}
         answer = self._supervisor.ask("start", **request)
-        self.url, self.pid = answer["url"], int(answer["pid"])
-        self._has_served, self._released = bool(answer["has_served"]), answer["released"]
+        self.url, self.pid, self.meeting = answer["url"], int(answer["pid"]), answer["meeting"]
+        self.is_kept, self._released = bool(answer["has_served"]), answer["released"]
 
     def _take_over(self) -> ServerInfo:
         """Bring the server into the state of one that has just started. Its weights stay what they are."""

@@ -117,7 +117,7 @@ def run_memory(config: Config, architecture: ModelArchitecture, processes: int, 
             architecture,
             processes - config.num_critic_processes,
             cluster.processes_per_node(processes),
-            served.kv_tokens * config.sglang.servers_per_node * config.sglang.tp_size if served else 0,
+            served.kv_tokens * config.sglang.servers_per_node * config.sglang.ranks_per_node if served else 0,
         ),
         num_engines=cluster.num_engines(config, processes),
         engine_memory=engine,
@@ -253,7 +253,7 @@ def _host_bytes(
     saved = max(sum(model.saved for model, _ in models), separate.saved if separate else 0)
     num_bytes += _copied_bytes(config.checkpoint, processes * saved)
     if engine:
-        ranks = sglang.servers_per_node * sglang.tp_size
+        ranks = sglang.servers_per_node * sglang.ranks_per_node
         num_bytes += ranks * SERVER_PROCESS
         if sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "host":
             num_bytes += ranks * NUM_SLOTS * min(sglang.weight_sync_bucket_mb << 20, engine.weights)

@@ -182,7 +182,13 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "a server over two nodes": (
         "colocated_16nodes",
         "[sglang]\ntp_size = 16\nservers_per_node = 1",
-        ("sglang.tp_size = 16", "gpus_per_node = 8", "a server lives on one node"),
+        ("sglang.tp_size = 16", "gpus_per_node = 8", "set sglang.nodes_per_server = 2 with disaggregated servers"),
+    ),
+    "servers over nodes that do not fill them": (
+        "disaggregated_16nodes",
+        "[sglang]\ntp_size = 8\nnodes_per_server = 2",
+        ("server_nodes = 13", "set sglang.nodes_per_server = 1, or run the policy on 14 nodes"),
+        Machines(num_nodes=13),
     ),
     "servers beyond the GPUs of a node": (
         "colocated_16nodes",

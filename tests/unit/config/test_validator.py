@@ -57,6 +57,9 @@ STALE = "rollout.max_staleness=1 algorithm.off_policy.correction=tis"
 IN_FLIGHT = (
     f"{STALE} rollout.engine=sglang rollout.partial_rollout=true sglang.placement=disaggregated sglang.update_pause=retract"
 )
+OVER_NODES = (
+    "rollout.engine=sglang sglang.placement=disaggregated sglang.weight_sync_transport=p2p sglang.tp_size=4 sglang.nodes_per_server=2"
+)
 PUNISHMENT = "reward.overlong_punishment"
 
 
@@ -105,6 +108,10 @@ BROKEN = [
     ("sglang.update_pause", f"{IN_FLIGHT} rollout.max_staleness=0"),
     ("sglang.update_pause", f"{IN_FLIGHT} rollout.routing_replay=true"),
     ("sglang.update_pause", f"{IN_FLIGHT} sglang.update_pause=in_place"),
+    ("sglang.nodes_per_server", f"{OVER_NODES} sglang.nodes_per_server=3"),
+    ("sglang.nodes_per_server", f"{OVER_NODES} sglang.placement=colocated"),
+    ("sglang.nodes_per_server", f"{OVER_NODES} sglang.weight_sync_transport=disk"),
+    ("sglang.nodes_per_server", f"{GIVEN_SERVERS} sglang.tp_size=2 sglang.nodes_per_server=2"),
     ("sglang.ep_size", "rollout.engine=sglang sglang.tp_size=4 sglang.ep_size=3"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=3 parallel.ep_size=2"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=2"),
@@ -240,6 +247,7 @@ def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the
         f"{STALE} rollout.engine=sglang rollout.partial_rollout=true sglang.placement=disaggregated",
         IN_FLIGHT,
         f"{IN_FLIGHT} sglang.update_pause=in_place sglang.enable_deterministic_inference=false",
+        OVER_NODES,
         "algorithm.loss.dual_clip=off",
         "evaluation.temperature=0 evaluation.num_samples=1",
         "data.eval_paths=[]",

@@ -70,6 +70,7 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
         # Context ranks never ran on GPUs: others fit here.
         assert one.settings["parallel.cp_size"] == 1
     assert all(one.flip for one in found.layouts)
+    assert (found.over_nodes is not None) == (model in NEEDS_FP8_ENGINES)
 
 
 def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
@@ -190,3 +191,17 @@ def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> N
     assert not found.needs_fp8 and found.fp8_seconds is not None and found.fp8_seconds < 0.5 * first.plan.total
     only = found_for(config, "235B-A22B", 128)
     assert only.needs_fp8 and all(one.settings["sglang.quantization"] == "fp8" for one in only.layouts)
+
+
+def test_servers_are_spread_over_nodes_if_no_one_node_holds_the_model() -> None:
+    """Nodes of four GPUs: next to a trainer, their servers hold 235B parameters neither in 16 bits nor in FP8."""
+    architecture, gpu = parse_architecture(MODELS["235B-A22B"]), GPUS["H100"]
+    cluster = Cluster(64, 4, gpu.memory_gib, 2000.0)
+    found = search(config_of("dapo"), architecture, 256, gpu, cluster)
+    assert found.layouts and not found.needs_fp8
+    for one in found.layouts:
+        config, processes = derive(config_of("dapo"), one.settings), one.settings["parallel.num_processes"]
+        nodes, here = config.sglang.nodes_per_server, config.sglang.ranks_per_node
+        assert nodes > 1 and config.sglang.placement == "disaggregated" and config.sglang.weight_sync_transport == "p2p"
+        assert processes == 64 * (4 - here) and cluster.num_engines(config, processes) == 64 // nodes
+        assert not validate_and_check(config, cluster, architecture, processes)

@@ -19,7 +19,7 @@ from megatron_dapo.engines.sglang import cluster
 from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
-from megatron_dapo.engines.sglang.servers import ReadyServer, Servers, ServersFailed, StartedServers
+from megatron_dapo.engines.sglang.servers import Part, ReadyServer, Servers, ServersFailed, StartedServers
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -35,6 +35,8 @@ def single_process_group() -> Iterator[None]:
 
 class Server:
     """A process that lives until it is killed."""
+
+    answers, meeting, is_kept = True, "", False
 
     def __init__(self, index: int, attempt: int) -> None:
         self.index, self.url, self.alive, self.problem = index, f"http://server-{index}.{attempt}", True, ""
@@ -64,10 +66,10 @@ class Node:
     problem: str = ""
     restarts: list[tuple[int, int, int | None]] = field(default_factory=list)
 
-    def start(self, index: int, place: int, num_restarts: int, cache_tokens: int | None) -> Server:
-        assert place == index, "one node holds all servers here"
-        self.restarts.append((index, num_restarts, cache_tokens))
-        server = Server(index, sum(other.index == index for other in self.started))
+    def start(self, part: Part) -> Server:
+        assert part.slot == part.index, "one node holds all servers here"
+        self.restarts.append((part.index, part.num_restarts, part.cache_tokens))
+        server = Server(part.index, sum(other.index == part.index for other in self.started))
         server.problem = self.problem
         self.started.append(server)
         return server
@@ -345,9 +347,9 @@ def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -
 
     node = Node()
 
-    def start(*which: Any) -> Server:
+    def start(part: Part) -> Server:
         events.append("start")
-        return node.start(*which)
+        return node.start(part)
 
     servers = StartedServers(start, NodeTopology(1, 1), 0, 1, 3, Coordination())
     device = SharedDevice(expected_bytes, 0.0, server=0)
@@ -441,7 +443,7 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     """SGLang sizes its KV cache by the free memory it finds, so nothing of the trainer may be on the device yet."""
     server = Server(0, 0)
     server.wait_until_healthy = lambda: (events.append("healthy"), Server.wait_until_healthy(server))[1]
-    servers = StartedServers(lambda *start: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
+    servers = StartedServers(lambda part: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
     place = SimpleNamespace(
         ranks=SimpleNamespace(rank=0),
         expected_engine=lambda: SimpleNamespace(shards=lambda index: None),

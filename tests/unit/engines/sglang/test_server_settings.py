@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server_settings import ServerSettings, command, environment
+from megatron_dapo.engines.sglang.server_settings import Meeting, ServerSettings, command, environment
 
 
 @pytest.fixture
@@ -123,3 +123,22 @@ def test_gpus_beyond_those_that_the_run_may_use(settings: Any, tmp_path: Path) -
 def test_the_trainers_allocator_is_its_own(settings: Any, tmp_path: Path, name: str) -> None:
     """SGLang's memory saver ends a process with expandable segments, which trainers are often started with."""
     assert name not in environment(settings(), tmp_path, {name: "expandable_segments:True"})
+
+
+def test_the_parts_of_a_server_over_nodes_meet_at_the_first_ones_ports(settings: Any, tmp_path: Path) -> None:
+    part = settings(tensor_parallel=4, num_nodes=2, node_rank=1, host="0.0.0.0", advertised_host="10.0.0.2")
+    line = command(part, 1, 2, tmp_path, Meeting("10.0.0.1", 7, 8))
+    options = dict(zip(line, line[1:]))
+    wanted = {"--nnodes": "2", "--node-rank": "1", "--dist-init-addr": "10.0.0.1:7", "--lifeline-port": "8", "--tp-size": "4"}
+    assert {name: options[name] for name in wanted} == wanted
+    assert environment(part, tmp_path, {})["SGLANG_HOST_IP"] == "10.0.0.2"
+    alone = settings()
+    assert not {"--nnodes", "--lifeline-port"} & set(command(alone, 1, 2, tmp_path))
+    assert "SGLANG_HOST_IP" not in environment(alone, tmp_path, {})
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
+def test_a_meeting_is_read_as_it_is_written(host: str) -> None:
+    meeting = Meeting(host, 20001, 20002)
+    assert Meeting.parse(str(meeting)) == meeting
+    assert meeting.init_address.rpartition(":")[0].strip("[]") == host

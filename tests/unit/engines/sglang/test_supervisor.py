@@ -85,7 +85,7 @@ def calls(settings: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def test_a_server_that_had_been_restarted_is_kept() -> None:
     """The next attempt counts restarts from 0 again, and knows no cache of an earlier server."""
-    kept = SimpleNamespace(url="http://kept", pid=7, is_alive=lambda: True)
+    kept = SimpleNamespace(url="http://kept", pid=7, meeting="", is_alive=lambda: True)
     settings = {"dtype": "float32", "num_restarts": 2, "replaced_cache_tokens": 500}
     keeper = supervisor.Supervisor(KEEP_S)
     keeper._slots[0] = supervisor._Slot(kept, settings, has_served=True)
