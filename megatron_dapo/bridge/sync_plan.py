@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, copy_and_count, slice_sums
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed
 from megatron_dapo.reshard.execution import Buffers
@@ -37,8 +37,7 @@ from megatron_dapo.rounding import round_up
 
 DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of this size in shared memory
 _FORMAT_VERSION = 3  # part of the digest, so that ranks of two releases never agree by chance
-# A CPU's second-level cache holds such a piece as it is counted and as it is copied.
-_CACHED_BYTES = 1 << 20
+_CACHED_BYTES = 512 << 10  # a CPU's second-level cache holds such a piece and its cast
 Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
@@ -250,6 +249,12 @@ class ExpectedChecksums:
         ]
         self._pending.append((tuple(engine_ranks), [chunk.name for chunk in chunks], slice_sums(parts)))
 
+    def add_sum(self, engine_ranks: Sequence[int], name: str, total: int) -> None:
+        """Add the checksum of a part of a parameter of several alike engine ranks."""
+        for engine_rank in engine_ranks:
+            sums = self._sums.setdefault(engine_rank, {})
+            sums[name] = signed(sums.get(name, 0) + total)
+
     def add_plan(self, engine_rank: int, source: int, sources: Buffers) -> None:
         """Count everything that `source` would write into an engine rank, without buckets (for loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
@@ -270,10 +275,7 @@ class ExpectedChecksums:
             numbers = iter(torch.cat([sums for _, _, sums in pending]).tolist())
             for engine_ranks, names, _ in pending:
                 for name in names:
-                    number = next(numbers)
-                    for engine_rank in engine_ranks:
-                        sums = self._sums.setdefault(engine_rank, {})
-                        sums[name] = signed(sums.get(name, 0) + number)
+                    self.add_sum(engine_ranks, name, next(numbers))
         return self._sums
 
     def digests(self, engine_ranks: Sequence[int]) -> torch.Tensor:
@@ -330,35 +332,41 @@ def write_chunks(
     """
     specs, num_bytes = sync_plan.engines.local_specs(bucket.engine_rank), 0
     engine_ranks = engine_ranks or (bucket.engine_rank,)
-    counted: dict[Chunk, torch.Tensor] = {}  # in one pass at the end
+    counted: dict[Chunk, torch.Tensor] = {}  # on a device: in one pass at the end
     for write in sync_plan.writes(bucket, source):
-        chunk, dtype = write.chunk, specs[write.chunk.name].dtype
+        chunk, (shape, dtype) = write.chunk, specs[write.chunk.name]
         view = write.view(sources)
-        values = view.to(dtype)
+        values = view.reshape(chunk.bounds.shape)
         size = chunk.bounds.volume * dtype.itemsize
         start = chunk.byte_offset - origin
         target = data[start : start + size].view(dtype).view(chunk.bounds.shape)
-        for part, piece in _pieces(chunk, values.reshape(chunk.bounds.shape)):
-            local_view(target, chunk.bounds, part.bounds).copy_(piece)
-            if expected is None:
-                continue
-            if piece.is_cuda and values is view and not isinstance(sources, Fp8Weights):
-                counted[part] = piece
-            else:  # while a cache holds it, or before the memory of the cast is used again
-                expected.add(engine_ranks, {part: piece})
         num_bytes += size
+        if expected is None:
+            target.copy_(values)
+        elif values.is_cuda:
+            values = values.to(dtype)
+            target.copy_(values)
+            if values.dtype == view.dtype and not isinstance(sources, Fp8Weights):
+                counted[chunk] = values
+            else:  # before the memory of the cast is used again
+                expected.add(engine_ranks, {chunk: values})
+        else:
+            for bounds, piece in _pieces(chunk, values, dtype):
+                part = CountedSlice(piece, bounds, tuple(shape))
+                total = copy_and_count(local_view(target, chunk.bounds, bounds), part)
+                expected.add_sum(engine_ranks, chunk.name, total)
     if expected is not None:
         expected.add(engine_ranks, counted)
     return num_bytes
 
 
-def _pieces(chunk: Chunk, values: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Cut a chunk into pieces that fit into a CPU's cache; on a device it is one piece."""
-    if values.is_cuda or values.nbytes <= _CACHED_BYTES:
-        yield chunk, values
+def _pieces(chunk: Chunk, values: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[Slice, torch.Tensor]]:
+    """Yield a chunk's values in type `dtype`; if they must be cast, in pieces that fit into a CPU's cache."""
+    if values.dtype == dtype:
+        yield chunk.bounds, values
         return
     for bounds in _cut(chunk.bounds, _CACHED_BYTES // values.dtype.itemsize):
-        yield chunk._replace(bounds=bounds), local_view(values, chunk.bounds, bounds)
+        yield bounds, local_view(values, chunk.bounds, bounds).to(dtype)
 
 
 def local_view(values: torch.Tensor, bounds: Slice, part: Slice) -> torch.Tensor:

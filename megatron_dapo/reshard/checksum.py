@@ -8,7 +8,7 @@ with pseudo-random odd factors of the row and word number in the WHOLE tensor. A
 of any one element changes the sum. Misplaced rows, columns or elements and shifted data change it unless their
 difference times a pseudo-random factor vanishes modulo 2^64: two changes of only the highest bit of a word cancel, and
 changes of only the k highest bits of several words with a probability of 2^-k. The inner sum is one integer
-matrix-vector product. `ops.fused_checksum` computes the same on GPUs.
+matrix-vector product. `ops.fused_checksum` computes the same on GPUs, and `ops.native_checksum` on CPUs with a C compiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from megatron_dapo.reshard.slices import Coordinates, Slice, whole
 from megatron_dapo.rounding import round_up
 
-_WORD_BYTES = 8
+WORD_BYTES = 8
 _UNSIGNED_BITS = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF), 8: (torch.int64, -1)}
 ROW_SEED, COLUMN_SEED = 0x1234567, 0x7654321
 # SplitMix64's finalizer, with arithmetic shifts: torch has no unsigned ones for int64.
@@ -42,7 +42,7 @@ def slice_sum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> torch.
     if not shape:  # a scalar is a row of one element
         values, bounds, shape = values.view(1), Slice((0,), (1,)), (1,)
     dots = _dots(values.detach().reshape(-1, bounds.shape[-1]), bounds.offset[-1])
-    return (dots * _row_factors(bounds, shape, values.device)).sum()  # int64 wraps: sums and products are modulo 2^64
+    return (dots * row_factors(bounds, shape, values.device)).sum()  # int64 wraps: sums and products are modulo 2^64
 
 
 def tensor_checksum(values: torch.Tensor) -> int:
@@ -58,12 +58,12 @@ def signed(value: int) -> int:
 
 def _dots(rows: torch.Tensor, start: int) -> torch.Tensor:
     """Sum each row's words times their factors; `rows` [rows, elements] begin at element `start` of the tensor's rows."""
-    elements, stop = _WORD_BYTES // rows.dtype.itemsize, start + rows.shape[1]
+    elements, stop = WORD_BYTES // rows.dtype.itemsize, start + rows.shape[1]
     first, last = round_up(start, elements), stop // elements * elements
     if first >= last:
         return _element_dots(rows, start, elements)
     inner = _words(rows[:, first - start : last - start], elements)
-    dots = _word_dots(inner, _column_factors(first // elements, last // elements, rows.device))
+    dots = _word_dots(inner, column_factors(first // elements, last // elements, rows.device))
     if start < first:
         dots = dots + _element_dots(rows[:, : first - start], start, elements)
     if last < stop:
@@ -77,7 +77,7 @@ def _words(rows: torch.Tensor, elements: int) -> torch.Tensor:
         rows.stride(1) == 1
         and rows.stride(0) % elements == 0
         and rows.storage_offset() % elements == 0
-        and rows.data_ptr() % _WORD_BYTES == 0
+        and rows.data_ptr() % WORD_BYTES == 0
     )
     return (rows if aligned else rows.clone(memory_format=torch.contiguous_format)).view(torch.int64)
 
@@ -108,12 +108,14 @@ def _element_dots(rows: torch.Tensor, start: int, elements: int) -> torch.Tensor
 
 # A model's layers share a few shapes.
 @lru_cache(maxsize=64)
-def _row_factors(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
+def row_factors(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
+    """Return int64 [rows]: the factors of a slice's rows, in the slice's order."""
     return _odd(_row_numbers(bounds, shape, device), ROW_SEED)
 
 
 @lru_cache(maxsize=64)
-def _column_factors(start: int, end: int, device: torch.device) -> torch.Tensor:
+def column_factors(start: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return int64 [end - start]: the factors of words `start` to `end` of a row."""
     return _odd(torch.arange(start, end, device=device), COLUMN_SEED)
 
 
