@@ -20,8 +20,9 @@ Medians. Our seconds end when every byte is in the engine's parameters. `with_ve
 machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
 compared; `verify_seconds` is the difference. `verified_vs_unverified` is that update over the same one without a
 checksum at either end, each run taking its turn; a server cannot leave its checksums out, so the key is null with
---engine-python. `checksum_gb_per_s` stands next to reading the same memory and to the product by torch.mv that the
-checksum took before. The keys at the top are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
+--engine-python. `delta_*`: verified updates that send only what changed, with 2 % of the elements changed since the
+version before; `delta_bytes_ratio` is their bytes over those of a full update. `checksum_gb_per_s`: the checksum of 66 MB compiled, by NumPy, and only reading them. The keys at the top
+are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
 `.venv-mbridge`, on top of this environment's packages.
 """
 
@@ -142,6 +143,8 @@ def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
     unverified = median(rows["unverified"][name])  # 0 with a server
     mbridge, floor = median(rows["mbridge"]), median(rows["floor"][name])
     received, shards = result["received_bytes"][name], result["shard_bytes"]
+    full, *deltas = rows["deltas"][name]
+    delta = median(row["update"] for row in deltas)
     return {
         "bytes_ratio": max(received[str(rank)] / size for rank, size in enumerate(shards)),
         "vs_mbridge": mbridge / ours,
@@ -153,6 +156,9 @@ def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
         "floor_seconds": floor,
         "with_verification_vs_mbridge": mbridge / verified,
         "with_verification_vs_floor": verified / floor,
+        "delta_seconds": delta,
+        "delta_vs_full": delta / verified,
+        "delta_bytes_ratio": median(row["bytes"] for row in deltas) / full["bytes"],
     }
 
 

@@ -11,16 +11,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from mbridge_export import MbridgeExport
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
+from megatron_dapo.bridge import sync_plan as sync_plan_module
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena
+from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
 from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
@@ -43,9 +47,11 @@ from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.layout import ReplicatedLayout, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.slices import whole
 
 SEED = 0
 SIDES = ("ours", "unverified", "bytes", "floor")
+CHANGED_SHARE = 0.02  # of the elements, from one version to the next; about what bf16 weights change at 1e-6
 RATE_SHAPE, RATE_RUNS = (18432, 896), 7  # 64 MiB in fp32
 Specification = dict[str, Any]
 
@@ -101,14 +107,35 @@ class Trainer:
 
     def sync(self, name: str) -> dict[str, float]:
         """Ours, once, verified. Seconds of the whole update and of its steps on this rank."""
+        return self.update(self.updates[name])
+
+    def change(self) -> None:
+        """Change the lowest bit of some elements."""
+        for parameter in self.parameters().values():
+            values = parameter.view(-1).view(torch.int16 if parameter.dtype.itemsize == 2 else torch.int32)
+            values[torch.rand(values.shape) < CHANGED_SHARE] ^= 1
+
+    def deltas(self, name: str, num_runs: int) -> list[dict[str, float]]:
+        """Updates that send only changes, after a full one and one to warm up; then every byte is compared."""
+        full = self.updates[name]
+        update = WeightSync(full.plan, full.handles, full.transport, full.coordination, full_interval=num_runs + 3)
+        rows = [self.update(update)]
+        for _ in range(num_runs + 1):
+            self.change()
+            dist.barrier()
+            rows.append(self.update(update))
+        assert [row["is_delta"] for row in rows] == [0, *[1] * (num_runs + 1)], "an update was not sent as planned"
+        return [rows[0], *rows[2:]]
+
+    def update(self, update: WeightSync) -> dict[str, float]:
         self.version += 1
-        update = self.updates[name]
         report = update.update(self.version, self.parameters())
         if not report.is_complete:
             raise RuntimeError(report.describe())
         phases = getattr(update.transport, "seconds", {})
         steps = {**report.engines[0].seconds, **{f"phase_{name}": seconds for name, seconds in phases.items()}}
-        return {**steps, "update": report.seconds}
+        sizes = {"bytes": report.engines[0].num_bytes, "is_delta": int(report.is_delta)}
+        return {**steps, **sizes, "update": report.seconds}
 
     def sync_unverified(self, name: str) -> float:
         """The same update without a checksum at either end. 0 with a server, which cannot leave them out."""
@@ -151,15 +178,16 @@ class Trainer:
 
 @contextlib.contextmanager
 def without_trainer_checksums() -> Iterator[None]:
-    names = ("add", "add_plan")
-    originals = {name: getattr(ExpectedChecksums, name) for name in names}
-    for name in names:
-        setattr(ExpectedChecksums, name, lambda *unused: None)
-    try:
+    with ExitStack() as stack:
+        for name in ("add", "add_plan"):
+            stack.enter_context(patch.object(ExpectedChecksums, name, lambda *unused: None))
+        stack.enter_context(patch.object(sync_plan_module, "copy_and_count", _only_copy))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(ExpectedChecksums, name, original)
+
+
+def _only_copy(target: torch.Tensor, source: CountedSlice) -> int:
+    target.copy_(source.values)
+    return 0
 
 
 def _p2p_update(trainer: Trainer) -> WeightSync:
@@ -307,18 +335,19 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
         if trainer.rank == 0:
             print(f"run {run} of {num_runs}", file=sys.stderr)
     warm: dict[str, Any] = {"mbridge": rows["mbridge"][1:]}
+    warm["sizes"] = sizes(trainer)
+    warm["deltas"] = {name: trainer.deltas(name, num_runs) for name in floors}
     return {**warm, **{side: {n: v[1:] for n, v in rows[side].items()} for side in SIDES}}
 
 
 def checksum_rates() -> dict[str, float]:
-    """GB/s of the checksum of a tensor in memory, of the product by torch.mv that it replaced, and of only reading it."""
+    """GB/s of the checksum of a tensor in memory, compiled and by NumPy, and of only reading it."""
     values = torch.rand(RATE_SHAPE)
-    words = values.view(torch.int64)
-    factors = torch.randint(-(1 << 62), 1 << 62, (words.shape[1],))
+    part = CountedSlice(values, whole(RATE_SHAPE), RATE_SHAPE)
     ways: dict[str, Callable[[], Any]] = {
-        "checksum": lambda: tensor_checksum(values),
-        "torch_mv": lambda: int((torch.mv(words, factors)).sum()),
-        "read": lambda: int(words.sum()),
+        "checksum": lambda: slice_sums([part]).tolist(),
+        "numpy": lambda: tensor_checksum(values),
+        "read": lambda: int(values.view(torch.int64).sum()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(RATE_RUNS + 1):
@@ -365,7 +394,8 @@ def main() -> None:
     rows = measure(trainer, specification["runs"])
     if trainer.rank == 0:
         rates = checksum_rates()
-        result = {"rows": rows, "checksum_gb_per_s": rates, "mbridge": f"mbridge=={version('mbridge')}", **sizes(trainer)}
+        sent = rows.pop("sizes")
+        result = {"rows": rows, "checksum_gb_per_s": rates, "mbridge": f"mbridge=={version('mbridge')}", **sent}
         (Path(specification["directory"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
 

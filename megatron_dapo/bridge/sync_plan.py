@@ -161,14 +161,16 @@ class SyncPlan:
             self._destinations[source] = tuple(sorted(rank for first in found for rank in self.alike(first)))
         return self._destinations[source]
 
-    def manifest(self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0) -> Manifest:
-        """Return the manifest of a weight sync for an engine rank."""
+    def manifest(
+        self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0, base: int | None = None
+    ) -> Manifest:
+        """Return the manifest of a weight sync for an engine rank; `base`: the version that it brings changes of."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
         for transfer in self._receives(engine_rank):
             filled[transfer.destination_shard.local] += transfer.bounds.volume
         specs = self.engines.local_specs(engine_rank)
         parameters = {n: ParameterManifest(tuple(s.shape), s.dtype, filled[n]) for n, s in specs.items()}
-        return Manifest(sync_id, session, version, len(self.buckets(engine_rank)), parameters, number)
+        return Manifest(sync_id, session, version, len(self.buckets(engine_rank)), parameters, number, base)
 
     def parameter_names(self, engine_rank: int) -> tuple[str, ...]:
         return tuple(self.engines.local_specs(engine_rank))
@@ -223,6 +225,13 @@ def plan_sync(
     # If engines share a node's memory, all ranks of the node are equally near to them.
     reshard = plan(source, target, ranks_per_node=ranks_per_node, prefer_own=not shares)
     return SyncPlan(reshard, engines, bucket_bytes, rank_offset, engines_per_node)
+
+
+def slot_bytes(plan: SyncPlan, engine_rank: int) -> int:
+    """Return the bytes of an engine rank's slot in shared memory, which holds its largest bucket."""
+    num_bytes = max((bucket.num_bytes for bucket in plan.buckets(engine_rank)), default=0)
+    assert num_bytes <= plan.bucket_bytes, f"{num_bytes} bytes, the limit is {plan.bucket_bytes}"
+    return round_up(num_bytes, CHUNK_ALIGNMENT)
 
 
 class ExpectedChecksums:

@@ -24,6 +24,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
+
+from megatron_dapo.bridge.deltas import Delta, Deltas
 from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.sync_plan import SyncPlan, checksums_digest
 from megatron_dapo.bridge.transports.base import (
@@ -88,6 +91,7 @@ class SyncReport:
     engines: Mapping[int, EngineSyncReport]  # engines that took part
     peak_bytes: int  # largest extra memory the transport took for one engine rank
     seconds: float  # on this rank
+    is_delta: bool = False  # only changes were sent
 
     @property
     def is_complete(self) -> bool:
@@ -100,8 +104,9 @@ class SyncReport:
 
     def describe(self) -> str:
         """Return one line for a log."""
-        good = len(self.engines) - len(self.failures)
-        text = f"version {self.version}: {good} of {len(self.engines)} engines serve it ({self.seconds:.2f} s)"
+        good, how = len(self.engines) - len(self.failures), "only changes" if self.is_delta else "full"
+        sent = f"{how}, {sum(report.num_bytes for report in self.engines.values()) / 1e6:.2f} MB, {self.seconds:.2f} s"
+        text = f"version {self.version}: {good} of {len(self.engines)} engines serve it ({sent})"
         return text + "".join(f"; engine {engine} does not: {reason}" for engine, reason in self.failures.items())
 
 
@@ -119,6 +124,7 @@ class WeightSync:
             the trainer.
         weights: this rank's weights, for `publish`.
         keeps_cache: the engines' running requests keep their keys and values; nothing is flushed.
+        full_interval: every so many updates are full; those between send what changed (`bridge.deltas`).
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class WeightSync:
         release_cache: Callable[[], None] | None = None,
         weights: WeightSource | None = None,
         keeps_cache: bool = False,
+        full_interval: int = 1,
     ) -> None:
         if len(handles.leaders) != plan.num_engines:
             raise ValueError(f"weight sync: leaders of {len(handles.leaders)} engines, the plan has {plan.num_engines}")
@@ -147,6 +154,7 @@ class WeightSync:
         self._release_cache = release_cache
         self._weights = weights
         self.keeps_cache = keeps_cache
+        self._deltas = Deltas(plan, coordination.rank, full_interval) if full_interval > 1 else None
         self._agreed = False  # True once the ranks' plans were found equal; a plan never changes
 
     @property
@@ -174,6 +182,7 @@ class WeightSync:
         engines = tuple(sorted(engines))  # the same order on every rank
         self._check_version(version)
         request = self._agree(engines, version)
+        request = replace(request, delta=self._delta(engines, sources))
         reports = {engine: EngineSyncReport(self.states[engine]) for engine in engines}
         try:
             self._prepare(reports)
@@ -184,14 +193,30 @@ class WeightSync:
             # Ranks have lost each other, or this one is exiting, so the engines' contents are unknown.
             for engine in engines:
                 self.states[engine], self.versions[engine] = EngineState.UNSERVED, None
+            if self._deltas is not None:
+                self._deltas.forget()
             raise
         for engine, report in reports.items():
             self.states[engine], self.versions[engine] = report.state, report.version
-        outcome = SyncReport(version, reports, result.peak_bytes, time.perf_counter() - start)
-        logger.debug("weight sync: %s", outcome.describe())
+        if self._deltas is not None:
+            self._deltas.advance(version, request.delta, sources)
+        seconds = time.perf_counter() - start
+        outcome = SyncReport(version, reports, result.peak_bytes, seconds, is_delta=request.delta is not None)
+        # Whether few enough weights change to send only those is worth a line on rank 0, which knows the bytes.
+        is_news = self._deltas is not None and self.coordination.rank == 0
+        logger.log(logging.INFO if is_news else logging.DEBUG, "weight sync: %s", outcome.describe())
         return outcome
 
     # Steps
+
+    def _delta(self, engines: tuple[int, ...], sources: Buffers) -> Delta | None:
+        """Return this rank's changes if only those are sent, by all ranks. They must fit into the memory for them."""
+        if self._deltas is None or not self._deltas.is_due(self.versions[engine] for engine in engines):
+            return None
+        delta = self._deltas.compare(sources)
+        misfits = torch.tensor([not delta.fits()], dtype=torch.int64)
+        is_sent = not int(self.coordination.sum(misfits, "the size of a delta", self.timeouts.meet_s))
+        return delta if is_sent else None
 
     def _prepare(self, reports: dict[int, EngineSyncReport]) -> None:
         """Pause, flush and open a session on each engine, through its leader."""

@@ -166,4 +166,15 @@ ENGINE_RULES = (
         when='sglang.quantization != "none"',
         reason="a directory holds the trained weights, not the quantized ones",
     ),
+    Rule(
+        "sglang.weight_sync_full_interval == 1",
+        'set sglang.weight_sync_full_interval = 1, or sglang.weight_sync_transport = "p2p"',
+        when='sglang.weight_sync_transport == "disk"',
+        reason="a directory holds all weights",
+    ),
+    Rule(
+        "sglang.weight_sync_full_interval == 1",
+        'set sglang.weight_sync_full_interval = 1, or rollout.engine = "sglang"',
+        when='rollout.engine != "sglang"',
+    ),
 )

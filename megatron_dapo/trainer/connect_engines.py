@@ -158,6 +158,7 @@ def _weight_sync(run: RunServers, weights: WeightSource, controls: dict[int, Sgl
         timeouts,
         release_cache=release_cache,
         keeps_cache=keeps_cache,
+        full_interval=sglang.weight_sync_full_interval,
     )
 
 
@@ -196,6 +197,11 @@ def _shared_memory(
     sglang, nodes = run.place.config.sglang, run.place.nodes
     # With slots on GPUs, an engine rank gets what it can from the trainer rank next to it.
     per_node = sglang.servers_per_node if sglang.shared_memory == "host" else 1
+    if sglang.weight_sync_full_interval > 1 and nodes.num_nodes > 1:
+        raise ValueError(
+            f"sglang.weight_sync_full_interval = {sglang.weight_sync_full_interval}: changes do not pass between the "
+            f'{nodes.num_nodes} nodes through shared memory; set it to 1, or sglang.weight_sync_transport = "p2p"'
+        )
     sync_plan = _plan(run, source, engines, engines_per_node=per_node)
     assert run.node_group is not None, "shared memory is between ranks of one node"
     transport = SharedMemoryTransport(

@@ -296,6 +296,7 @@ class World:
         message_timeout_s: float = 10.0,
         session: str = "s",
         transport_of: Callable[..., Any] = SharedMemoryTransport,
+        full_interval: int = 1,
     ) -> list[WeightSync]:
         """Return one WeightSync a rank, sharing the given controls; an engine replaced in the list is a restarted one."""
         all_ranks = Rendezvous(self.size)
@@ -317,7 +318,10 @@ class World:
                 grace_s=timeouts.grace_s,
             )
             coordination = ThreadCoordination(all_ranks, rank)
-            result.append(WeightSync(self.plan, handles, transport, coordination, timeouts, session))
+            sync = WeightSync(
+                self.plan, handles, transport, coordination, timeouts, session, full_interval=full_interval
+            )
+            result.append(sync)
         return result
 
 

@@ -52,6 +52,7 @@ def updates(
     timeouts: SyncTimeouts = PATIENT,
     connect_s: float = 10.0,
     backend: str = "gloo",
+    full_interval: int = 1,
 ) -> list[WeightSync]:
     """Return one WeightSync a trainer rank, all by point-to-point."""
     rendezvous = Rendezvous(world.size)
@@ -60,7 +61,10 @@ def updates(
         handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
         coordination = ThreadCoordination(rendezvous, rank)
         transport = P2PTransport(world.plan, handles, coordination, P2PSettings(connect_s=connect_s, backend=backend))
-        result.append(WeightSync(world.plan, handles, transport, coordination, timeouts, "session"))
+        sync = WeightSync(
+            world.plan, handles, transport, coordination, timeouts, "session", full_interval=full_interval
+        )
+        result.append(sync)
     return result
 
 

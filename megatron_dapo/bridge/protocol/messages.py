@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-PROTOCOL_VERSION = 8  # rises with every change of a message: external servers may have another release installed
+PROTOCOL_VERSION = 9  # rises with every change of a message: external servers may have another release installed
 CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it, so that any element type can view them in place
 
 
@@ -40,6 +40,7 @@ class Manifest:
     num_buckets: int
     parameters: Mapping[str, ParameterManifest]  # every parameter of the engine rank
     number: int = 0
+    base: int | None = None  # the buckets hold changes of this version; None: all elements
 
     def to_json(self) -> dict[str, Any]:
         parameters = {n: [p.shape, dtype_name(p.dtype), p.num_filled] for n, p in self.parameters.items()}
@@ -52,7 +53,8 @@ class Manifest:
             for name, (shape, dtype, num_filled) in value["parameters"].items()
         }
         version, num_buckets, number = (int(value[key]) for key in ("version", "num_buckets", "number"))
-        return Manifest(value["sync_id"], value["session"], version, num_buckets, parameters, number)
+        base = None if value["base"] is None else int(value["base"])
+        return Manifest(value["sync_id"], value["session"], version, num_buckets, parameters, number, base)
 
 
 class Chunk(NamedTuple):

@@ -24,6 +24,7 @@ from megatron_dapo.bridge.protocol.p2p_stream import (
     ready_key,
     receive_acknowledgement,
     receive_buckets,
+    receive_segments,
     send_reply,
 )
 from megatron_dapo.bridge.protocol.peer_group import PeerError, PeerGroup, RendezvousClient, join
@@ -91,7 +92,10 @@ class P2PReceiver:
             device = next(iter(self._receiver.parameters.values())).device
             staging = Staging(device, STAGED_BUCKETS * max((b.num_bytes for b in channel.buckets), default=0))
             with torch.no_grad():
-                num_bytes = receive_buckets(group, channel, self._receiver, command.sync_id, staging, deadline)
+                if command.manifest is not None and command.manifest.base is not None:
+                    num_bytes = receive_segments(group, channel, self._receiver, command.sync_id, deadline)
+                else:
+                    num_bytes = receive_buckets(group, channel, self._receiver, command.sync_id, staging, deadline)
         # Every failure must reach the trainer as a reply.
         except Exception as error:
             is_lost = isinstance(error, PeerError)

@@ -21,13 +21,22 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, CommandReply
-from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerError, PeerGroup, Pending
+from megatron_dapo.bridge.protocol.peer_group import (
+    ACKNOWLEDGE_TAG,
+    REPLY_TAG,
+    SIZE_TAG,
+    Address,
+    PeerError,
+    PeerGroup,
+    Pending,
+)
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
 DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are separate messages; for smaller ones a copy is cheaper
 STAGED_BUCKETS = 2  # limit of the bytes staged at either end
 WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
 MAX_REPLY_BYTES = 64 << 20  # a length that came over an unauthenticated connection must not allocate more
+MAX_SURPLUS_BYTES = 1 << 20  # of a delta over all elements: the same holds for a size
 RECEIVE = "receive"  # the operation of a command that stands for a whole weight sync
 READY = "ready"
 _ACKNOWLEDGE_S = 5.0
@@ -336,6 +345,53 @@ def _unpack(landing: _Landing, targets: Mapping[Chunk, torch.Tensor]) -> None:
         start = chunk.byte_offset - landing.message.start
         values = landing.data[start : start + target.numel() * target.dtype.itemsize]
         target.copy_(values.view(target.dtype).view(target.shape))
+
+
+# Deltas: a segment's size depends on what changed, so it travels ahead of the bytes
+
+
+def send_segments(
+    group: PeerGroup, segments: Iterable[tuple[Position, int, torch.Tensor]], order: LaunchOrder, deadline: float
+) -> int:
+    """Send (position, member, segment) one after the other; return the bytes that left."""
+    pending: deque[Pending] = deque()
+    num_bytes = 0
+    for position, member, segment in segments:
+        while len(pending) >= 2 * STAGED_BUCKETS:
+            pending.popleft().wait(deadline)
+        pending.append(group.send(torch.tensor([segment.numel()]), member, SIZE_TAG))
+        with order.turn(position, deadline), group.batch():
+            pending.append(group.send(segment, member))
+        num_bytes += segment.numel()
+    for message in pending:
+        message.wait(deadline)
+    return num_bytes
+
+
+def receive_segments(
+    group: PeerGroup, channel: P2PChannel, receiver: Receiver, sync_id: str, deadline: float
+) -> int:
+    """Receive all buckets of a delta in order and apply them; return the bytes.
+
+    Raise PeerError if a sender is gone or late, ValueError for a segment that does not fit.
+    """
+    num_bytes = 0
+    for bucket in channel.buckets:
+        members = {rank: channel.trainers.index(rank) for rank in bucket.segments}
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in members}
+        for message in [group.receive(sizes[rank], member, SIZE_TAG) for rank, member in members.items()]:
+            message.wait(deadline)
+        segments = {}
+        for rank, (start, stop) in bucket.segments.items():
+            size = int(sizes[rank])
+            if not 0 <= size <= stop - start + MAX_SURPLUS_BYTES:
+                raise ValueError(f"weight sync: trainer rank {rank} announces {size} bytes of changes of {stop - start}")
+            segments[rank] = torch.empty(size, dtype=torch.uint8, device=group.device)
+        with group.batch():
+            pending = [group.receive(segments[rank], member) for rank, member in members.items()]
+        group.wait(pending, deadline)
+        num_bytes += receiver.change(sync_id, bucket, segments)
+    return num_bytes
 
 
 # Replies through the group's control connections

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from megatron_dapo.bridge.protocol.checksums import CountedSlice, slice_sums
+from megatron_dapo.bridge.protocol.deltas import apply, areas, decode
 from megatron_dapo.bridge.protocol.messages import (
     CHUNK_ALIGNMENT,
     Bucket,
@@ -172,14 +173,21 @@ class Receiver:
     def begin(self, manifest: Manifest) -> None:
         """Open a weight sync and give up one that is still open. The parameters' version is unknown from here on."""
         self._check_version(manifest)
+        self._check_base(manifest)
         self._check_parameters(manifest)
         self._newest = manifest
         self._current = _Sync(manifest, WriteCoverage(manifest.parameters))
         self.version = None
 
     def accept(self, sync_id: str, bucket: Bucket, data: torch.Tensor) -> int:
-        """Copy the chunks of the next bucket into the parameters; return their bytes. All are checked before any."""
-        self._expect(sync_id, bucket)
+        """Copy the chunks of the next bucket into the parameters; return their bytes. All are checked before any.
+
+        `data` of a delta holds its segments in their areas.
+        """
+        current = self._expect(sync_id, bucket)
+        if current.manifest.base is not None:
+            segments = {rank: data[area] for rank, area in areas(bucket, data.numel()).items()}
+            return self.change(sync_id, bucket, segments)
         if bucket.num_bytes > data.numel():
             raise ValueError(
                 f"weight sync: {data.numel()} of {bucket.num_bytes} bytes of bucket {bucket.index} arrived"
@@ -189,6 +197,22 @@ class Receiver:
             size = target.numel() * target.dtype.itemsize
             target.copy_(data[chunk.byte_offset : chunk.byte_offset + size].view(target.dtype).view(chunk.bounds.shape))
             num_bytes += size
+        self.filled(sync_id, bucket)
+        return num_bytes
+
+    def change(self, sync_id: str, bucket: Bucket, segments: Mapping[int, torch.Tensor]) -> int:
+        """Apply the segments of the next bucket of a delta; return their bytes. All are checked before any."""
+        current = self._expect(sync_id, bucket)
+        if current.manifest.base is None:
+            raise ValueError(f"weight sync: changes arrived for {sync_id!r}, which brings all elements")
+        targets, decoded, num_bytes = self.targets(bucket), [], 0
+        for rank, (start, stop) in bucket.segments.items():
+            own = {chunk: target for chunk, target in targets.items() if start <= chunk.byte_offset < stop}
+            found, size = decode(segments[rank], [(target.shape, target.dtype) for target in own.values()])
+            decoded += list(zip(own.values(), found))
+            num_bytes += size
+        for target, changed in decoded:
+            apply(target, changed)
         self.filled(sync_id, bucket)
         return num_bytes
 
@@ -268,6 +292,19 @@ class Receiver:
         if manifest.number < newest.number:
             raise ValueError(
                 f"weight sync: {manifest.sync_id!r} comes late, after {newest.sync_id!r}, which began after it"
+            )
+
+    def _check_base(self, manifest: Manifest) -> None:
+        """A delta changes what this trainer's last complete sync left, and nothing else."""
+        if manifest.base is None:
+            return
+        session = self._newest.session if self._newest is not None else None
+        if self.version != manifest.base or session != manifest.session:
+            held = "no verified version" if self.version is None else f"version {self.version}"
+            of = "" if self.version is None or session == manifest.session else " of another trainer"
+            raise ValueError(
+                f"weight sync: version {manifest.version} comes as changes of version {manifest.base}, this engine holds "
+                f"{held}{of}; it needs a full update"
             )
 
     def _check_parameters(self, manifest: Manifest) -> None:

@@ -32,8 +32,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_dapo.bridge.protocol.messages import Command, CommandReply
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums
+from megatron_dapo.bridge.deltas import Delta
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply, Manifest
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.device_thread import device_thread
 from megatron_dapo.reshard.execution import Buffers
 
@@ -112,6 +113,16 @@ class SyncRequest:
     version: int
     engines: tuple[int, ...]
     number: int = 0  # grows from sync to sync of a session
+    delta: Delta | None = None  # this rank's changes, if only those are sent
+
+    def plan(self, full: SyncPlan) -> SyncPlan:
+        """Return the plan of what is sent; `full`: that of a full update."""
+        return full if self.delta is None else self.delta.plan
+
+    def manifest(self, full: SyncPlan, engine_rank: int) -> Manifest:
+        """Return the manifest for an engine rank."""
+        base = None if self.delta is None else self.delta.base
+        return self.plan(full).manifest(engine_rank, self.sync_id, self.session, self.version, self.number, base)
 
 
 @dataclass

@@ -129,7 +129,7 @@ class DiskTransport:
                 path.unlink(missing_ok=True)
 
     def _command(self, engine_rank: int, request: SyncRequest, target: Path) -> Command:
-        manifest = self.plan.manifest(engine_rank, request.sync_id, request.session, request.version, request.number)
+        manifest = request.manifest(self.plan, engine_rank)
         channel = {"kind": "file", "path": f"{target}.reply-{engine_rank}.json"}
         return Command(f"{request.sync_id}/{engine_rank}/adopt", "adopt", request.sync_id, manifest, channel=channel)
 

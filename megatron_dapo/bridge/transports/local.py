@@ -95,7 +95,7 @@ class LocalTransport:
     def finish(self) -> TransferResult:
         """Read the checksums back from the engine's parameters."""
         request, result = self._request, self._result
-        manifest = self.plan.manifest(self.rank, request.sync_id, request.session, request.version, request.number)
+        manifest = request.manifest(self.plan, self.rank)
         reply = self._receiver.handle(Command(request.sync_id, "adopt", request.sync_id, manifest), Channel())
         if not reply.ok:
             result.fail(self.rank, f"{reply.op}: {reply.message}")

@@ -20,12 +20,11 @@ import torch
 
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena, remove_stale
 from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
-from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
+from megatron_dapo.bridge.sync_plan import slot_bytes
 from megatron_dapo.bridge.transports.base import ServerControl, SyncRequest, reason_of
 from megatron_dapo.bridge.transports.forwarding import EngineNodes
 from megatron_dapo.parallel.coordination import Coordination
-from megatron_dapo.rounding import round_up
 
 
 @dataclass
@@ -126,8 +125,8 @@ class NodeMemory:
             try:
                 for engine_rank in ranks:
                     # On a GPU the arena holds only the reply and the counters.
-                    slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
-                    spec = create_arena(self._directory, f"{request.sync_id}-{engine_rank}", slot_bytes)
+                    num_bytes = 0 if self.device.type == "cuda" else slot_bytes(nodes.plan, engine_rank)
+                    spec = create_arena(self._directory, f"{request.sync_id}-{engine_rank}", num_bytes)
                     memory.linked[engine_rank] = spec
                     Arena(spec).progress.start(request.number)
                 self._kept_for[engine] = control
@@ -157,7 +156,7 @@ class NodeMemory:
         beside = [rank for rank in ranks if nodes.beside(rank) == nodes.rank]
         for rank in beside:
             if rank not in self._own_slots:
-                slots = torch.empty(NUM_SLOTS * self._slot_bytes(rank), dtype=torch.uint8, device=self.device)
+                slots = torch.empty(NUM_SLOTS * slot_bytes(nodes.plan, rank), dtype=torch.uint8, device=self.device)
                 self._own_slots[rank] = (share(slots), slots)
         return {rank: self._own_slots[rank] for rank in beside}
 
@@ -170,9 +169,3 @@ class NodeMemory:
             self._opened.pop(engine_rank, None)
             self._opened[engine_rank] = (handle, open_shared(handle, self.device))
         return self._opened[engine_rank][1]
-
-    def _slot_bytes(self, engine_rank: int) -> int:
-        plan = self._nodes.plan
-        num_bytes = max((bucket.num_bytes for bucket in plan.buckets(engine_rank)), default=0)
-        assert num_bytes <= plan.bucket_bytes, f"{num_bytes} bytes, the limit is {plan.bucket_bytes}"
-        return round_up(num_bytes, CHUNK_ALIGNMENT)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dapo.bridge.deltas import Delta
 from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.protocol.p2p_stream import (
     READY,
@@ -33,12 +34,14 @@ from megatron_dapo.bridge.protocol.p2p_stream import (
     LaunchOrder,
     Outgoing,
     P2PChannel,
+    Position,
     Staging,
     acknowledge,
     messages_of,
     ready_key,
     receive_reply,
     send_buckets,
+    send_segments,
 )
 from megatron_dapo.bridge.protocol.peer_group import (
     LOOPBACK,
@@ -344,8 +347,12 @@ class P2PTransport:
         staging = Staging(device, self._peak_bytes(engine))
         try:
             with torch.no_grad():
-                outgoing = _counted(self._outgoing(engine, self.members(engine), sources), share.sums)
-                send_buckets(group, outgoing, staging, share.order, share.deadline.at)
+                if share.request.delta is not None:
+                    segments = self._segments(engine, share.request.delta, share.sums)
+                    send_segments(group, segments, share.order, share.deadline.at)
+                else:
+                    outgoing = _counted(self._outgoing(engine, self.members(engine), sources), share.sums)
+                    send_buckets(group, outgoing, staging, share.order, share.deadline.at)
                 share.order.leave(engine)
         except PeerError:
             # An engine rank that failed has said why: raise that instead.
@@ -396,6 +403,19 @@ class P2PTransport:
                     dtypes,
                 )
 
+    def _segments(
+        self, engine: int, delta: Delta, sums: ExpectedChecksums
+    ) -> Iterator[tuple[Position, int, torch.Tensor]]:
+        """Yield what this rank sends of a delta, bucket after bucket over the engine's ranks, and count it."""
+        members = self.members(engine)
+        for index in range(delta.plan.num_buckets(engine)):
+            for engine_rank in members.engine_ranks:
+                for bucket in delta.plan.buckets(engine_rank)[index:][:1]:
+                    if self.rank in bucket.segments:
+                        position = (index, engine, engine_rank)
+                        yield position, members.of_engine_rank(engine_rank), delta.segment(bucket)
+                        delta.count(bucket, (engine_rank,), sums)
+
     # The leader
 
     def _post(self, engine: int, rendezvous: _Rendezvous, share: _Share) -> Call[None]:
@@ -431,9 +451,9 @@ class P2PTransport:
             backend=self.settings.backend,
             connect_s=self.settings.connect_s,
             seconds=share.deadline.left_s,
-            buckets=self.plan.buckets(engine_rank),
+            buckets=request.plan(self.plan).buckets(engine_rank),
         )
-        manifest = self.plan.manifest(engine_rank, request.sync_id, request.session, request.version, request.number)
+        manifest = request.manifest(self.plan, engine_rank)
         return Command(
             f"{request.sync_id}/{engine_rank}", RECEIVE, request.sync_id, manifest, channel=channel.to_json()
         )

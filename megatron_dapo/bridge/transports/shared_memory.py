@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.bridge.protocol.arena import Arena, is_running
+from megatron_dapo.bridge.protocol.deltas import areas
 from megatron_dapo.bridge.protocol.messages import Bucket, Command, CommandReply
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup
 from megatron_dapo.bridge.protocol.progress import ABANDONED, LEFT, MAX_WRITERS, NUM_SLOTS
@@ -134,8 +135,11 @@ class SharedMemoryTransport:
 
     def send(self, sources: Buffers) -> None:
         """Write this rank's chunks, bucket after bucket."""
-        state = self._running
-        for index in range(self._forwarding.num_rounds):
+        state, delta = self._running, self._running.request.delta
+        num_rounds = self._forwarding.num_rounds
+        if delta is not None:
+            num_rounds = max(map(delta.plan.num_buckets, self._nodes.engines_here(state.request)), default=0)
+        for index in range(num_rounds):
             self._round(state, index, sources)
 
     def finish(self) -> TransferResult:
@@ -177,10 +181,13 @@ class SharedMemoryTransport:
     def _round(self, state: _State, index: int, sources: Buffers) -> None:
         """Write this rank's share of bucket `index` of every engine rank, and what came for it from other nodes."""
         try:
-            incoming = self._forwarding.receive()
-            self._forwarding.send(index, sources, state.result.expected, state.deadline)
+            incoming: Incoming = {}
+            if state.request.delta is None:
+                incoming = self._forwarding.receive()
+                self._forwarding.send(index, sources, state.result.expected, state.deadline)
+            plan = state.request.plan(self.plan)
             for engine_ranks in self._nodes.sets_here(state.engines):
-                buckets = [self.plan.buckets(rank)[index:][:1] for rank in engine_ranks]
+                buckets = [plan.buckets(rank)[index:][:1] for rank in engine_ranks]
                 self._write(state, [bucket for found in buckets for bucket in found], sources, incoming)
             for _, pending in incoming.values():
                 pending.wait(state.deadline.at)
@@ -201,12 +208,7 @@ class SharedMemoryTransport:
             buckets = [bucket for bucket in buckets if self._has_slot(state, bucket)]
             slots = [state.memory.slots[bucket.engine_rank][bucket.index % NUM_SLOTS] for bucket in buckets]
             if buckets and self.rank in segments:
-                start, stop = segments[self.rank]
-                engine_ranks = [bucket.engine_rank for bucket in buckets]
-                expected = state.result.expected
-                write_chunks(self.plan, buckets[0], self.rank, sources, slots[0], expected, engine_ranks=engine_ranks)
-                for slot in slots[1:]:
-                    slot[start:stop].copy_(slots[0][start:stop])
+                self._fill(state, buckets, slots, sources)
             for key in coming:
                 data, pending = incoming.pop(key)
                 pending.wait(state.deadline.at)
@@ -219,6 +221,23 @@ class SharedMemoryTransport:
                     torch.cuda.synchronize(device)
         for bucket in buckets:
             self._announce(state, bucket)
+
+    def _fill(
+        self, state: _State, buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], sources: Buffers
+    ) -> None:
+        """Write this rank's segment into the slots of alike engine ranks, and count it."""
+        bucket, delta, expected = buckets[0], state.request.delta, state.result.expected
+        engine_ranks = [bucket.engine_rank for bucket in buckets]
+        if delta is not None:
+            segment, start = delta.segment(bucket), areas(bucket, slots[0].numel())[self.rank].start
+            for slot in slots:
+                slot[start : start + segment.numel()].copy_(segment)
+            delta.count(bucket, engine_ranks, expected)
+            return
+        start, stop = bucket.segments[self.rank]
+        write_chunks(self.plan, bucket, self.rank, sources, slots[0], expected, engine_ranks=engine_ranks)
+        for slot in slots[1:]:
+            slot[start:stop].copy_(slots[0][start:stop])
 
     def _has_slot(self, state: _State, bucket: Bucket) -> bool:
         """Wait for the slot of a bucket. An engine that does not free it is left out."""
@@ -353,8 +372,7 @@ class SharedMemoryTransport:
             "wait_s": min(self.message_timeout_s, state.deadline.left_s),
             "shared": state.memory.shared.get(engine_rank),
         }
-        manifest = self.plan.manifest(engine_rank, request.sync_id, request.session, request.version, request.number)
-        buckets = self.plan.buckets(engine_rank)
+        manifest, buckets = request.manifest(self.plan, engine_rank), request.plan(self.plan).buckets(engine_rank)
         return [
             Command(f"{own}/begin", "begin", request.sync_id, manifest=manifest, channel=channel),
             *(Command(f"{own}/{b.index}", "bucket", request.sync_id, bucket=b, channel=channel) for b in buckets),

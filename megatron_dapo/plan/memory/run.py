@@ -257,4 +257,6 @@ def _host_bytes(
         num_bytes += ranks * SERVER_PROCESS
         if sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "host":
             num_bytes += ranks * NUM_SLOTS * min(sglang.weight_sync_bucket_mb << 20, engine.weights)
+    if sglang.weight_sync_full_interval > 1:  # what was sent last
+        num_bytes += processes * models[0][0].weights
     return num_bytes

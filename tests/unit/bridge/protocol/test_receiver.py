@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_dapo.bridge.protocol.deltas import change, encode
 from megatron_dapo.bridge.protocol.messages import (
     PROTOCOL_VERSION,
     Bucket,
@@ -161,6 +162,59 @@ def test_a_wrong_message_fails_its_own_sync_alone(receiver):
     assert not later.ok and not end.ok and "has failed already" in end.message
     assert receiver.version is None and end.version is None
     assert _sync(receiver, _manifest(1, "d2"))
+
+
+def _delta(base: int, version: int, number: int, session: str = "s") -> Manifest:
+    return replace(_manifest(version, f"d{version}.{number}", session), num_buckets=1, number=number, base=base)
+
+
+DELTA = Bucket(0, 96, (Chunk("a", Slice((0, 0), (4, 6)), 0),), {0: (0, 96)})
+
+
+def _changes(position: int) -> dict[int, torch.Tensor]:
+    old = VALUES["a"]
+    new = old.clone()
+    new.view(-1)[position] += 1
+    return {0: encode([(old.shape, change(new, old))])}
+
+
+def test_a_delta_changes_what_the_last_sync_left(receiver):
+    parameters = {"a": ParameterManifest((4, 6), torch.float32, 24), "b": ParameterManifest((5,), torch.float32, 0)}
+    _sync(receiver, _manifest(5))
+    manifest = replace(_delta(5, 6, 1), parameters=parameters)
+    receiver.begin(manifest)
+    assert receiver.change(manifest.sync_id, DELTA, _changes(7)) == 24
+    expected = VALUES["a"].clone()
+    expected.view(-1)[7] += 1
+    assert receiver.finish(manifest.sync_id)["a"] == tensor_checksum(expected)
+    assert torch.equal(receiver.parameters["a"], expected) and receiver.version == 6
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (_delta(5, 6, 3), "comes as changes of version 5, this engine holds version 6; it needs a full update"),  # twice
+        (_delta(7, 8, 3), "comes as changes of version 7, this engine holds version 6"),  # one was lost
+        (_delta(6, 7, 1), "comes late"),  # an older one comes later
+        (_delta(6, 7, 3, "another"), "holds version 6 of another trainer; it needs a full update"),
+    ],
+)
+def test_deltas_lost_doubled_or_out_of_order_are_refused(manifest, message, receiver):
+    _sync(receiver, replace(_manifest(6), number=2))
+    before = {name: tensor.clone() for name, tensor in receiver.parameters.items()}
+    with pytest.raises(ValueError, match=message) as error:
+        receiver.begin(manifest)
+    assert "\n" not in str(error.value)
+    assert receiver.version == 6 and all(torch.equal(receiver.parameters[n], t) for n, t in before.items())
+
+
+def test_a_delta_after_a_failed_sync_is_refused(receiver):
+    _sync(receiver, _manifest(5))
+    receiver.begin(replace(_manifest(6, "d6"), number=1))  # never finished
+    with pytest.raises(ValueError, match="holds no verified version; it needs a full update"):
+        receiver.begin(_delta(5, 6, 2))
+    with pytest.raises(ValueError, match="which brings all elements"):
+        receiver.change("d6", _message(0)[0], {})
 
 
 def test_finishing_before_the_last_bucket_is_refused(receiver):
