@@ -112,8 +112,9 @@ def collector_rows(num_steps: int, divide: int) -> list[dict[str, Any]]:
                 rows.append(our_row(name, "collectors", divide, staleness, found))
         together = replace(given, engines=2 * given.engines, train=TRAIN + LOG_PROBS)
         rows.append(our_row("colocated", "collectors", divide, staleness, ours.colocated(together)))
-    windows = replace(setting(0, divide, num_steps), window=WINDOW)
-    rows.append(our_row("windows", "collectors", divide, 0, ours.disaggregated(windows)))
+    for staleness in (0, 1):
+        windows = replace(setting(staleness, divide, num_steps), window=WINDOW, oversample=1.0)
+        rows.append(our_row("windows", "collectors", divide, staleness, ours.disaggregated(windows)))
     return rows
 
 

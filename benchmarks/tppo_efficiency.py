@@ -17,7 +17,8 @@ its figure 1: 60 % less training time): seconds a step times the number of steps
 a step. `speedup` compares those of the rollout, full-synchronous / windows, both of 8,192 responses: what counts where
 windows need as many steps. A window step has fewer tokens, so `speedup_tokens` compares tokens generated per second:
 what counts where they need as many tokens. `speedup_step` and `speedup_step_tokens` are the same of whole steps, with
-training. `steps_ratio_for_goal`: 2.5 / `speedup_step`, how many times fewer steps would be left to make 2.5.
+training; `speedup_step_overlapping` and `speedup_step_tokens_overlapping` those of windows that are generated while the
+windows before are trained (rollout.max_staleness = 1). `steps_ratio_for_goal`: 2.5 / `speedup_step`, how many times fewer steps would be left to make 2.5.
 `speedup_tokens_of_slots_never_idle`: the bound on `speedup_tokens` of any schedule. `most_responses_an_engine`: how many
 responses an engine may have at most for `speedup` to reach 2.0 and 2.5. `idle_share`: of all slots over the rollout's
 time, those without a response. Every assumption stands under `assumptions` in the output. `roofline` is computed, not

@@ -10,13 +10,14 @@ priority  the scores of each prompt, by which the next ones are chosen
 filter    the history of each prompt, and which prompts wait
 vapo      a critic on another layout, with its optimizer
 tppo      the same, and unfinished windows; each window must be trained exactly once
+windows   the same with windows that servers generate while those before are trained
 episodes  unfinished conversations with an environment, held in any turn, and their workers' processes
 tools     the same with a tool, which the base model calls
 
 --to-layout tp1 lets each killed run go on in another layout, which has the same state but another order of sums: its tensors,
 counters and collector, saved again by that layout, are compared bit by bit.
---engine-python .venv-sglang/bin/python lets SGLang servers generate the episodes. Their answers come at any time, so each killed
-run is compared with itself: each episode trained once, and no token sampled again that its checkpoint has.
+--engine-python .venv-sglang/bin/python lets SGLang servers generate the windows or episodes. Their answers come at any time, so each
+killed run is compared with itself: each window and each episode trained once, and no token sampled again that its checkpoint has.
 --set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
 offload models to host memory.
 """
@@ -33,6 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.resume_proof.compare_runs import require_windows_once  # noqa: E402
 from tools.resume_proof.kill_points import ResumeProofSettings, prove_resume  # noqa: E402
 from tools.resume_proof.server_runs import prove_with_servers, server_overrides  # noqa: E402
 
@@ -102,6 +104,8 @@ learning_rate = 1e-3
 warmup_steps = 2
 """
 
+WINDOWS = CRITIC.format(name="tppo", rule="window") + "[window]\ntokens = 32\nignored_tail_tokens = 2"
+
 # Episodes of up to five turns, of which a batch leaves many unfinished.
 EPISODES = """
 [environment]
@@ -135,11 +139,13 @@ ALGORITHMS = {
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
     "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive")),
-    "tppo": (
-        "filter_groups = false",
-        CRITIC.format(name="tppo", rule="window") + "[window]\ntokens = 32\nignored_tail_tokens = 2",
+    "tppo": ("filter_groups = false", WINDOWS),
+    "windows": (
+        "filter_groups = false\nmax_staleness = 1",
+        WINDOWS + '\n[sglang]\nplacement = "disaggregated"\n[algorithm.off_policy]\ncorrection = "tis"',
     ),
 }
+SERVED = ("windows", "episodes", "tools")
 
 
 def write_recipe(directory: Path, algorithm: str = "dapo") -> Path:
@@ -153,17 +159,6 @@ def write_recipe(directory: Path, algorithm: str = "dapo") -> Path:
     model = (QUICKSTART / "base_model").as_posix()
     recipe.write_text(RECIPE.format(model=model, rollout=rollout, algorithm=sections), encoding="utf-8")
     return recipe
-
-
-def require_windows_once(samples: Path) -> int:
-    """Return the number of windows on record. Raises AssertionError if one is recorded twice or windows do not join."""
-    ends: dict[str, int] = {}
-    records = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    for record in records:
-        start, before = record["window"]["start"], ends.get(record["sample_id"], 0)
-        assert start == before, f"{record['sample_id']}: a window from {start} after one that ended at {before}"
-        ends[record["sample_id"]] = len(record["response_ids"])
-    return len(records)
 
 
 def with_servers(settings: ResumeProofSettings, python: Path, as_json: bool) -> int:
@@ -192,12 +187,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe"
     )
-    parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang, for the algorithms episodes and tools")
+    parser.add_argument("--engine-python", type=Path, help=f"interpreter with SGLang, for the algorithms {', '.join(SERVED)}")
     parser.add_argument("--output-dir", type=Path, help="keep the runs here; default: a temporary directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
-    if parsed.engine_python is not None and parsed.algorithm not in ("episodes", "tools"):
-        parser.error("--engine-python proves --algorithm episodes or tools")
+    if parsed.engine_python is not None and parsed.algorithm not in SERVED:
+        parser.error(f"--engine-python proves --algorithm {', '.join(SERVED)}")
+    if parsed.engine_python is None and parsed.algorithm == "windows":
+        parser.error("--algorithm windows needs --engine-python: only servers generate while a run trains")
     with tempfile.TemporaryDirectory(prefix="prove-resume-") as temporary:
         directory = parsed.output_dir or Path(temporary)
         settings = ResumeProofSettings(

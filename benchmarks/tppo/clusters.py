@@ -55,7 +55,7 @@ def cluster_row(cluster: Cluster, base: Setting) -> dict[str, Any]:
         "gpus": cluster.num_gpus,
         "gpus_an_engine": cluster.gpus_an_engine,
         "responses_an_engine": setting.per_engine,
-        **{name: found[name] for name in ("speedup", "speedup_tokens", "speedup_step", "speedup_step_tokens")},
+        **{name: value for name, value in found.items() if name.startswith("speedup")},
         "peak_context_tokens": peak,
         "context_room_tokens": round(cluster.roofline.context_room),
         "is_room_enough": peak <= cluster.roofline.context_room,

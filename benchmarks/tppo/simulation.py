@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class StepCost:
     tokens: int  # generated, and trained by the policy
     work: float  # of training
     idle_share: float
+    again: float = 0.0  # of computing the contexts of unfinished responses again, if new weights come in the rollout
 
 
 def engine_times(new_tokens: torch.Tensor, ticks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,8 +142,27 @@ def window_steps(setting: Setting, generator: torch.Generator) -> list[StepCost]
         reached = context + new_tokens
         # Policy: log-probs and training of the window with its context; critic: its values, and finished responses.
         work = (FORWARD + TRAIN + FORWARD) * int(reached.sum()) + TRAIN * int(lengths[reached == lengths].sum())
-        steps.append(StepCost(seconds, int(new_tokens.sum()), work, idle))
+        steps.append(StepCost(seconds, int(new_tokens.sum()), work, idle, _prefill(reached, setting, ticks)))
     return steps
+
+
+def _prefill(contexts: torch.Tensor, setting: Setting, ticks: torch.Tensor) -> float:
+    """Return how long the fullest engine computes `contexts` [N]."""
+    tokens = contexts.view(-1, setting.per_engine).sum(1).max()
+    return float(tokens) * setting.prefill_cost * float(ticks[setting.per_engine]) / setting.per_engine
+
+
+def overlapping_step(steps: Sequence[StepCost], per_work: float) -> float:
+    """Return the mean length of a step whose windows are generated while the windows before are trained.
+
+    Both begin together, with the weights of the step before. If the windows take longer, the new weights stop them: their
+    contexts, as long as at their ends, are computed again.
+    """
+    lengths = []
+    for trained, generated in pairwise(steps):
+        training = trained.work * per_work
+        lengths.append(training if training >= generated.rollout else generated.rollout + generated.again)
+    return sum(lengths) / len(lengths)
 
 
 def rollouts(setting: Setting, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,15 +176,18 @@ def rollouts(setting: Setting, seed: int = 0) -> Iterator[tuple[torch.Tensor, to
 def simulate(setting: Setting, seed: int = 0) -> dict[str, float]:
     """Both modes on one setting."""
     full = mean_step(synchronous_steps(setting, torch.Generator().manual_seed(seed)))
-    windows = mean_step(window_steps(setting, torch.Generator().manual_seed(seed)))
+    steps = window_steps(setting, torch.Generator().manual_seed(seed))
+    windows = mean_step(steps)
     per_work = full.rollout * setting.training_share / (1 - setting.training_share) / full.work
     whole = {"full": full.rollout + full.work * per_work, "windows": windows.rollout + windows.work * per_work}
-    tokens_ratio = windows.tokens / full.tokens
+    tokens_ratio, overlapping = windows.tokens / full.tokens, overlapping_step(steps, per_work)
     return {
         "speedup": full.rollout / windows.rollout,
         "speedup_tokens": full.rollout / windows.rollout * tokens_ratio,
         "speedup_step": whole["full"] / whole["windows"],
         "speedup_step_tokens": whole["full"] / whole["windows"] * tokens_ratio,
+        "speedup_step_overlapping": whole["full"] / overlapping,
+        "speedup_step_tokens_overlapping": whole["full"] / overlapping * tokens_ratio,
         "idle_share_full": full.idle_share,
         "idle_share_windows": windows.idle_share,
         "tokens_a_step_ratio": tokens_ratio,
@@ -258,6 +282,8 @@ ASSUMPTIONS = {
     "context": "of a continued response is prefilled at a tenth of the decoding cost per token",
     "training": "a quarter of a full-synchronous step; forward 1, forward and backward 3 a token and model; the policy's "
     "window is trained behind its context, the critic on finished responses",
+    "overlapping": "rollout.max_staleness = 1, engines and trainer with their own GPUs: while one step's windows are trained, the "
+    "next step's are generated. The others take turns on as many GPUs of each kind",
     "left out": "weight synchronization, verification, dynamic sampling, in both modes",
 }
 

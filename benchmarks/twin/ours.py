@@ -48,6 +48,7 @@ class Settings:
     sync: float  # seconds of a weight update
     max_staleness: int = 0
     oversample: float = 1.0
+    ahead: float = 0.0  # batches started for later steps at most; 0: max_staleness
     window: int = 0  # tokens; 0: whole responses
     parts: int = 1  # mini-batches that are trained while the rest of the batch is generated; 1: whole batches
     order: Literal["start", "guarded"] = "start"
@@ -196,7 +197,7 @@ class WatchedCollector(Collector):
     def __init__(self, inner: Collector, engine: SimulatedServers, clock: Clock) -> None:
         self._inner, self._servers, self._clock = inner, engine, clock
         self.is_collecting = False
-        self.num_collected = 0
+        self.seconds: list[float] = []  # that each collection took
         self.is_awaited = False  # the trainer waits for the batch that is collected
 
     def collect(
@@ -207,15 +208,19 @@ class WatchedCollector(Collector):
         part_size: int = 0,
         is_followed: Callable[[], bool] | None = None,
     ) -> RolloutBatch:
-        self.is_collecting = True
+        self.is_collecting, begin = True, self._servers.fleet.now
         batch = self._inner.collect(num_groups, training_version, between_polls, part_size, is_followed)
         with self._clock.condition:
             if self.is_awaited:
                 self._clock.limit, self.is_awaited = self._servers.fleet.now, False
-            self.num_collected += 1
+            self.seconds.append(self._servers.fleet.now - begin)
             self.is_collecting = False
             self._clock.condition.notify_all()
         return batch
+
+    @property
+    def num_collected(self) -> int:
+        return len(self.seconds)
 
     @property
     def generation_step(self) -> int:
@@ -296,6 +301,7 @@ class Run:
             max_response_tokens=longest,
             filter_groups=False,
             oversample=settings.oversample,
+            ahead=settings.ahead,
             max_staleness=settings.max_staleness,
             partial_rollout=settings.max_staleness > 0,
             order=settings.order,
@@ -394,8 +400,8 @@ def outcome_of(
     """Return the means of a run that trained (group, age) in each step; check that the bound holds and nothing repeats."""
     groups = [group for step in trained for group, _ in step]
     oldest = max(age for step in trained for _, age in step)
+    assert oldest <= settings.max_staleness, f"a group was {oldest} versions old"
     if not settings.window:
-        assert oldest <= settings.max_staleness, f"a group was {oldest} versions old"
         assert len(set(groups)) == len(groups), "a group was trained twice"
     counted = [pair for step in trained[settings.num_warm :] for pair in step]
     ages = [age for _, age in counted]

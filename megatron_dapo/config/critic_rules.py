@@ -68,10 +68,23 @@ CRITIC_RULES = (
         reason="a filter needs finished groups; a step's windows are of unfinished ones",
     ),
     Rule(
-        "rollout.max_staleness == 0",
-        "set rollout.max_staleness = 0",
+        "rollout.max_staleness <= 1",
+        "set rollout.max_staleness = 1, or 0",
         when=_WINDOWS,
-        reason="a window is trained by the policy that sampled it",
+        reason="windows of a step take equally long, so a second one ahead only makes tokens older",
+    ),
+    Rule(
+        'rollout.engine == "sglang" and sglang.placement == "disaggregated"',
+        'set rollout.max_staleness = 0, or rollout.engine = "sglang" and sglang.placement = "disaggregated"',
+        when=f"{_WINDOWS} and rollout.max_staleness == 1",
+        reason="engines on the trainer's devices do not generate the next window while it trains",
+        path="rollout.max_staleness",
+    ),
+    Rule(
+        "rollout.ahead == 0",
+        "set rollout.ahead = 0.0",
+        when=_WINDOWS,
+        reason="windows are collected ahead one whole step at a time",
     ),
     Rule(
         "not rollout.budget.enabled",

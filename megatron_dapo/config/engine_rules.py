@@ -13,7 +13,8 @@ ENGINE_RULES = (
     Rule(
         "rollout.partial_rollout",
         "set rollout.partial_rollout = true, or rollout.max_staleness = 0",
-        when=f'{_SGLANG} and sglang.placement == "disaggregated" and rollout.max_staleness > 0',
+        # Windows (tppo) continue in any case.
+        when=f'{_SGLANG} and sglang.placement == "disaggregated" and rollout.max_staleness > 0 and algorithm.name != "tppo"',
         reason="generation continues during training: every update would throw all unfinished responses away",
     ),
     Rule(
@@ -52,7 +53,7 @@ ENGINE_RULES = (
         'algorithm.name != "tppo"',
         'set sglang.update_pause = "abort"',
         when=_IN_FLIGHT,
-        reason="the windows of T-PPO end before the weights change",
+        reason="the windows of T-PPO are stopped for new weights, and continue from their tokens",
         path="sglang.update_pause",
     ),
     Rule(

@@ -127,7 +127,8 @@ class RolloutConfig(Section):
 
     max_staleness: NonNegativeInt = 0
     """Most policy versions that a carried-over group may lag when it is trained; older groups are dropped and their
-    prompts queued again. Values above 0 need algorithm.off_policy.correction."""
+    prompts queued again. Values above 0 need algorithm.off_policy.correction. tppo: 1 generates the next windows while
+    these are trained, on servers with separate devices."""
 
     partial_rollout: bool = False
     """Continue responses that are unfinished when a batch is full in the next generation step; each token records the

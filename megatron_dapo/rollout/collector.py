@@ -209,6 +209,18 @@ class Collector(ABC):
     def _num_trained_by(batch: RolloutBatch) -> int:
         """Return how much a batch adds to the `trained` count."""
 
+    def _checked_version(self, training_version: int | None, max_staleness: int) -> int:
+        """Return the version that the batch will train; ValueError if the engine cannot sample for it."""
+        serving = self._engine.policy_version
+        if training_version is None:
+            return serving
+        if not 0 <= training_version - serving <= max_staleness:
+            raise ValueError(
+                f"collect: a batch for policy version {training_version} cannot be sampled by version {serving}: "
+                f"max_staleness = {max_staleness}; wait for newer weights or raise max_staleness"
+            )
+        return training_version
+
     def _after_poll(self, progress: CollectProgress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)

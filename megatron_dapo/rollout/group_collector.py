@@ -134,7 +134,7 @@ class GroupCollector(Collector):
 
     def _begin(self, training_version: int | None) -> None:
         """Begin the collection of a batch."""
-        self._training_version = self._checked_version(training_version)
+        self._training_version = self._checked_version(training_version, self._buffer.max_staleness)
         self._builder = self._open.builder = StatisticsBuilder()
         self._shown.clear()
         self._num_up_to_kept = self._num_begun_earlier = 0
@@ -149,17 +149,6 @@ class GroupCollector(Collector):
     def hold(self) -> None:
         """See `Collector`. Keeps every unfinished response that may continue."""
         self._keep_for(self._training_version)
-
-    def _checked_version(self, training_version: int | None) -> int:
-        serving = self._engine.policy_version
-        if training_version is None:
-            return serving
-        if not 0 <= training_version - serving <= self._buffer.max_staleness:
-            raise ValueError(
-                f"collect: a batch for policy version {training_version} cannot be sampled by version {serving}: "
-                f"max_staleness = {self._buffer.max_staleness}; wait for newer weights or raise max_staleness"
-            )
-        return training_version
 
     def give_back(self, batch: RolloutBatch) -> None:
         """See `Collector`. The next call returns the batch's groups."""

@@ -21,6 +21,9 @@ are always or never solved, and its values for those lag behind.
 A window of an episode has `window.tokens` sampled tokens. It may end inside a turn, or at its end: with the environment's
 answer, so that the value of the state after it is known. An episode that is lost to its environment leaves the pool.
 
+With max_staleness = 1 a collection may begin by the version before the one that it trains, while the windows before are
+trained (`AsyncCollector`); if new weights come in between, the rest of its tokens is theirs.
+
 A response's random numbers depend only on (run seed, group, index) and the position, so with unchanged weights its
 windows hold the tokens that it would have without windows.
 """
@@ -48,7 +51,7 @@ from megatron_dapo.rollout.open_group import is_partial
 from megatron_dapo.rollout.scoring import warn_of_lost
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder, WindowSummary
 from megatron_dapo.rollout.windows import ResponseKey, WindowCollection, WindowPool, choose_groups, sampled_in
-from megatron_dapo.types import Completion, Group, SamplingParams, ScoredSample, VersionRange
+from megatron_dapo.types import Completion, Group, SamplingParams, ScoredSample, VersionRange, Window
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +93,16 @@ class WindowCollector(Collector):
         """Return one window for each of num_groups x group_size responses, or for fewer if prompts run out.
 
         The batch's groups hold the responses worked on, so a group may lack some and appear again later. A collection
-        interrupted by an error or a restart is completed first, at its original size. `training_version` is the
-        version that the engine serves, or None.
+        interrupted by an error or a restart is completed first, at its original size.
         """
-        version = self._checked_version(training_version)
+        version = self._checked_version(training_version, self._config.max_staleness)
         if self._given_back:
+            self._require_fresh([group.policy_version for group in self._given_back[0].groups], version)
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
         self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
             return RolloutBatch((), self._builder([]).build(), "prompts", True, version)
+        self._require_fresh(self._versions_so_far(), version)
         self._num_scored = 0
         for _ in self._current.generate():
             self._after_poll(self._progress_of(num_groups))
@@ -126,14 +130,21 @@ class WindowCollector(Collector):
         assert self._collection is not None, "no collection is running"
         return self._collection
 
-    def _checked_version(self, training_version: int | None) -> int:
-        serving = self._engine.policy_version
-        if training_version not in (None, serving):
+    def _require_fresh(self, versions: Sequence[int], version: int) -> None:
+        """Raise ValueError if a window that `version` trains has tokens of an older version than the bound allows."""
+        oldest, bound = min(versions, default=version), self._config.max_staleness
+        if version - oldest > bound:
             raise ValueError(
-                f"collect: windows for policy version {training_version} cannot be sampled by version {serving}: "
-                "windows train the policy that samples them; collect them without running ahead (max_staleness 0)"
+                f"the checkpoint has windows by policy version {oldest} for a step of version {version}, and "
+                f"rollout.max_staleness = {bound}: resume with rollout.max_staleness = {version - oldest}"
             )
-        return serving
+
+    def _versions_so_far(self) -> list[int]:
+        """Return the versions of all tokens that the windows of the current collection have."""
+        pool = self._pool
+        held = [(pool[group_id].completions.get(index), pool[group_id], index) for group_id, index in self._current.keys]
+        runs = [_window_versions(so_far, group.window(index, False)) for so_far, group, index in held if so_far is not None]
+        return [run.version for each in runs for run in each]
 
     # Beginning a collection
 
@@ -262,7 +273,7 @@ class WindowCollector(Collector):
         groups = []
         for group_id, members in by_group.items():
             prompt = self._pool[group_id].prompt
-            runs = [run for each in members for run in _window_versions(each)]
+            runs = [run for each in members for run in _window_versions(each.completion, each.window)]
             oldest = min((run.version for run in runs), default=version)  # version of the window's oldest tokens
             groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
         return groups
@@ -371,11 +382,11 @@ class WindowCollector(Collector):
             )
 
 
-def _window_versions(sample: ScoredSample) -> list[VersionRange]:
+def _window_versions(completion: Completion, window: Window) -> list[VersionRange]:
     """Return the ranges of versions in the current window of each of a response's streams."""
     return [
         run
-        for number in range(1 + sample.completion.num_segments)
-        for run in sample.completion.stream(number).versions
-        if run.end > sample.window.start_of(number)
+        for number in range(1 + completion.num_segments)
+        for run in completion.stream(number).versions
+        if run.end > window.start_of(number)
     ]

@@ -126,7 +126,10 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     staleness = [policy_version - group.policy_version for group in groups]
     num_finished = max(1, sum(statistics.filter_decisions.values()))
     ages = [
-        (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
+        (policy_version - run.version, run.end - max(run.start, sample.window.start))
+        for sample in samples
+        for run in sample.completion.versions
+        if run.end > sample.window.start
     ]
     finished = [_finished(group.samples) for group in groups]
     duplicates = sum(len(group) - num_distinct(sample.completion for sample in group) for group in finished)
@@ -142,7 +145,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/generation_rounds": math.ceil(statistics.num_started / round_size),
         "rollout/staleness_mean": mean(staleness),
         "rollout/staleness_max": max(staleness, default=0),
-        "rollout/token_staleness_mean": sum(age * count for age, count in ages) / max(1, sum(lengths)),
+        "rollout/token_staleness_mean": sum(age * count for age, count in ages) / max(1, sum(count for _, count in ages)),
         "rollout/token_staleness_max": max((age for age, _ in ages), default=0),
         "rollout/partial_share": mean([len({run.version for run in one.completion.versions}) > 1 for one in samples]),
         "rollout/responses_continued": statistics.num_continued,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from sglang_runs import finish
 
-from tools.prove_resume import require_windows_once, write_recipe
+from tools.prove_resume import write_recipe
+from tools.resume_proof.compare_runs import require_windows_once
 
 WINDOW = 32
 

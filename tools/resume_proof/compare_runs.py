@@ -62,6 +62,18 @@ def moved_differences(step: int, first: Path, second: Path) -> Iterator[str]:
     yield from value_differences(ours, theirs, "metrics.jsonl")
 
 
+def require_windows_once(samples: Path) -> int:
+    """Return the number of windows on record; a whole response is one. Raises AssertionError if one is recorded twice or
+    windows do not join."""
+    ends: dict[str, int] = {}
+    records = _lines(samples)
+    for record in records:
+        start, before = record["window"]["start"], ends.get(record["sample_id"], 0)
+        assert start == before, f"{record['sample_id']}: a window from {start} after one that ended at {before}"
+        ends[record["sample_id"]] = len(record["response_ids"])
+    return len(records)
+
+
 def checkpoint_steps(directory: Path) -> list[int]:
     """Return the train steps of the checkpoints in a directory, in order."""
     return sorted(

@@ -1,9 +1,11 @@
-"""Resume with SGLang servers: after kill -9 each episode is trained once, and no token is sampled again that a checkpoint has.
+"""Resume with SGLang servers: after kill -9 each window or episode is trained once, and no token is sampled again that a
+checkpoint has.
 
 Answers of servers come when they come, so two runs differ, and a killed and resumed run is compared with itself:
 
-- each train step is on record once, with all samples of its batch, and no sample twice;
-- every unfinished episode of the checkpoint from which it went on is trained or still open at the end, and begins with the
+- each train step is on record once, with all samples of its batch, no window of a response twice, and no token older than
+  rollout.max_staleness;
+- every unfinished response of the checkpoint from which it went on is trained or still open at the end, and begins with the
   tokens that the checkpoint has of it; no episode began anew or was lost.
 
 The servers are those of the default, SGLang's deterministic mode, which a CPU has as well.
@@ -24,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from megatron_dapo.rollout.serialization import join_state
-from tools.resume_proof.compare_runs import checkpoint_steps
+from tools.resume_proof.compare_runs import checkpoint_steps, require_windows_once
 from tools.resume_proof.kill_points import (
     MAX_LATE,
     Killed,
@@ -37,6 +39,7 @@ from tools.resume_proof.kill_points import (
     resumed_from,
 )
 
+MAX_STALENESS = 1  # of all recipes with servers
 FIRST_SPAN_S = 60.0  # after start-up; a run that is over earlier makes it shorter
 
 
@@ -46,10 +49,11 @@ class ServerPoint:
 
     phase: str
     resumed_from: str  # the checkpoint; "": it began anew
-    episodes_held: int  # unfinished episodes with tokens in that checkpoint
+    responses_held: int  # unfinished responses with tokens in that checkpoint
     tokens_held: int  # sampled in them
     tokens_again: int  # those sampled again
     tokens_sampled: int  # by the resumed run, in what it trained
+    mean_age: float  # mean age of the tokens that it trained, in policy versions
     begun_anew: int
     problem: str  # the first one, "" for none
     wall_seconds: float
@@ -64,7 +68,7 @@ class ServerProofReport:
     exact: int  # points without a problem
     first_problem: str | None
     phases: Mapping[str, int]
-    episodes_held: int
+    responses_held: int
     tokens_held: int
     tokens_again: int
     tokens_again_share: float  # share of the tokens that the resumed runs sampled
@@ -115,7 +119,7 @@ def prove_with_servers(settings: ResumeProofSettings, say: Say = lambda line: No
         exact=len(points) - len(problems),
         first_problem=problems[0] if problems else None,
         phases=dict(Counter(point.phase for point in points).most_common()),
-        episodes_held=sum(point.episodes_held for point in points),
+        responses_held=sum(point.responses_held for point in points),
         tokens_held=sum(point.tokens_held for point in points),
         tokens_again=again,
         tokens_again_share=again / max(1, sampled),
@@ -145,9 +149,10 @@ def _point(directory: Path, killed: Killed, resumed: str) -> ServerPoint:
     rows, records = (_lines(directory / name) for name in ("metrics.jsonl", "samples.jsonl"))
     kept = {record["sample_id"]: record["response_ids"] for record in records}
     last = checkpoint_steps(directory / "checkpoints")[-1]
-    kept |= dict(_responses(_state(directory / "checkpoints" / f"step_{last:06d}")))
+    for name, token_ids in _responses(_state(directory / "checkpoints" / f"step_{last:06d}")):
+        kept[name] = max(kept.get(name, []), token_ids, key=len)
     held = _held(_state(directory / "checkpoints" / resumed)) if resumed else {}
-    problems = list(_problems(rows, records))
+    problems = list(_problems(directory, rows, records))
     again = 0
     for name, (token_ids, is_sampled) in held.items():
         if name not in kept:
@@ -158,24 +163,36 @@ def _point(directory: Path, killed: Killed, resumed: str) -> ServerPoint:
     return ServerPoint(
         phase=killed.phase,
         resumed_from=resumed,
-        episodes_held=len(held),
+        responses_held=len(held),
         tokens_held=sum(sum(is_sampled) for _, is_sampled in held.values()),
         tokens_again=again,
-        tokens_sampled=sum(turn["tokens"][1] - turn["tokens"][0] for record in newer for turn in record["episode"]["turns"]),
-        begun_anew=sum(row["episodes/begun_anew"] for row in rows if row["train_step"] > first_step),
+        tokens_sampled=sum(map(_num_sampled, newer)),
+        mean_age=sum(row["rollout/token_staleness_mean"] for row in rows) / len(rows),
+        begun_anew=int(sum(row["episodes/begun_anew"] for row in rows if row["train_step"] > first_step)),
         problem=next(iter(problems), "") or (f"processes outlived the kill: {killed.left}" if killed.left else ""),
         wall_seconds=0.0,
     )
 
 
-def _problems(rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _num_sampled(record: Mapping[str, Any]) -> int:
+    """Return the sampled tokens of a window or of an episode."""
+    if "episode" in record:
+        return sum(turn["tokens"][1] - turn["tokens"][0] for turn in record["episode"]["turns"])
+    return len(record["response_ids"]) - record["window"]["start"]
+
+
+def _problems(
+    directory: Path, rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     steps = [row["train_step"] for row in rows]
     if steps != list(range(1, len(steps) + 1)):
         yield f"the steps on record are {steps}"
-    counts = Counter(record["sample_id"] for record in records)
-    for name, count in counts.items():
-        if count > 1:
-            yield f"{name} is trained {count} times"
+    try:
+        require_windows_once(directory / "samples.jsonl")
+    except AssertionError as error:
+        yield str(error)
+    if (oldest := max(row["rollout/token_staleness_max"] for row in rows)) > MAX_STALENESS:
+        yield f"a token was {oldest} versions old"
     sizes = Counter(record["train_step"] for record in records)
     if len(set(sizes.values())) > 1 or sorted(sizes) != steps:
         yield f"samples of each step: {dict(sizes)}"
@@ -186,15 +203,17 @@ def _problems(rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, 
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, tuple[list[int], list[bool]]]:
-    """Return the ids of unfinished episodes' tokens, and which were sampled."""
+    """Return the ids of unfinished responses' tokens, and which were sampled."""
     held = {}
-    for group in state.get("open_groups", ()):
+    for group in state.get("open_groups", state.get("pool", ())):
         for one in group["completions"].values():
-            turns = (one.get("episode") or {}).get("turns", ())
-            if one["finish_reason"] != "abort" or not turns:
-                continue
             token_ids = list(one["token_ids"])
-            sampled = [any(turn["start"] <= at < turn["end"] for turn in turns) for at in range(len(token_ids))]
+            if one["finish_reason"] != "abort" or not token_ids:
+                continue
+            episode = one.get("episode")
+            sampled = [True] * len(token_ids)
+            if episode:
+                sampled = [any(turn["start"] <= at < turn["end"] for turn in episode["turns"]) for at in range(len(token_ids))]
             held[one["request_id"]] = token_ids, sampled
     return held
 

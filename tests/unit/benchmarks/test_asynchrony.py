@@ -212,6 +212,16 @@ def test_windows_end_before_their_responses(twin: SimpleNamespace) -> None:
     assert windows.wait == pytest.approx(5.12, abs=0.3)
 
 
+def test_windows_ahead_take_the_slower_side(twin: SimpleNamespace) -> None:
+    """Windows of 5.12 s: training for 9 s hides them, one for 2 s leaves the trainer the rest."""
+    lengths = twin.Lengths(1024, 0.0, 2048, prompt=0)
+    given = constant(twin, lengths=lengths, window=512, max_staleness=1)
+    hidden, shown = (twin.disaggregated(twin.ours.Settings(**given, train=train)) for train in (9.0, 2.0))
+    assert (hidden.step, hidden.wait) == (pytest.approx(10.0, abs=0.3), pytest.approx(0.0, abs=0.3))
+    assert shown.step == pytest.approx(5.12 + 1, abs=0.3)
+    assert shown.oldest == hidden.oldest == 1
+
+
 def test_open_episodes_fill_the_slots_by_the_rule(twin: SimpleNamespace) -> None:
     """Turns of 1 s, tools of 3 s: four episodes a slot."""
     episodes = twin.agents.Episodes(

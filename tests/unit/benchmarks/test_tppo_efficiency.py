@@ -54,6 +54,14 @@ def test_an_engine_by_hand(benchmark) -> None:
     assert idle == pytest.approx(1 - 83 / (3 * length))
 
 
+def test_overlapping_windows_take_the_slower_side(benchmark) -> None:
+    """Each pair is windows that are trained and the next ones, which are generated meanwhile."""
+    steps = [benchmark.StepCost(rollout, 1, work, 0.0, again=2.0) for rollout, work in ((10.0, 4.0), (9.0, 20.0), (7.0, 1.0))]
+    # 4 < 9: new weights stop the next windows, whose contexts are computed again; 20 > 7: they are there.
+    assert benchmark.overlapping_step(steps, 1.0) == pytest.approx(((9 + 2) + 20) / 2)
+    assert benchmark.overlapping_step(steps, 0.1) == pytest.approx(((9 + 2) + (7 + 2)) / 2)
+
+
 def test_equal_lengths_gain_nothing_a_token(benchmark) -> None:
     tail = benchmark.Tail(24576.0, 0.0)
     found = benchmark.simulate(setting(benchmark, FLAT, tail=tail))

@@ -455,6 +455,10 @@ def test_nothing_divides_by_zero() -> None:
             assert math.isfinite(len(paths(of_member(path, 0), world_size=4)))
 
 
+# Windows that are generated while those before are trained.
+_AHEAD = "rollout.engine=sglang sglang.placement=disaggregated rollout.max_staleness=1 algorithm.off_policy.correction=tis"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "path"),
     [
@@ -474,6 +478,12 @@ def test_nothing_divides_by_zero() -> None:
         ("tppo", "window.ignored_tail_tokens=16", "window.ignored_tail_tokens"),
         ("tppo", "rollout.filter_groups=true", "rollout.filter_groups"),
         ("tppo", "rollout.oversample=1.5", "rollout.oversample"),
+        ("tppo", f"{_AHEAD} rollout.max_staleness=2", "rollout.max_staleness"),
+        ("tppo", f"{_AHEAD} sglang.placement=colocated", "rollout.max_staleness"),
+        ("tppo", f"{_AHEAD} rollout.engine=embedded", "rollout.max_staleness"),
+        ("tppo", f"{_AHEAD} rollout.ahead=0.5", "rollout.ahead"),
+        ("tppo", f"{_AHEAD} algorithm.off_policy.correction=none", "rollout.max_staleness"),
+        ("tppo", f"{_AHEAD} sglang.update_pause=retract", "sglang.update_pause"),
         ("tppo", "reward.overlong_filter=true", "reward.overlong_filter"),
         ("tppo", "advantage_estimation.critic_lambda=0.95", "advantage_estimation.critic_lambda"),
         ("tppo", "window.windows_per_step=3", "window.windows_per_step"),
@@ -484,6 +494,10 @@ def test_rules_of_the_value_path(algorithm: str, overrides: str, path: str) -> N
     base = f"algorithm.name={algorithm} window.tokens=16 rollout.filter_groups=false"
     assert validate(make(base)) == []
     assert paths(make(f"{base} {overrides}")) == [path]
+
+
+def test_windows_may_overlap_on_servers_with_their_own_devices() -> None:
+    assert validate(make(f"algorithm.name=tppo window.tokens=16 rollout.filter_groups=false {_AHEAD}")) == []
 
 
 def test_the_critic_is_cut_as_the_policy_by_default() -> None:

@@ -79,6 +79,7 @@ class WindowTestSettings:
     window_tokens: int = 8
     windows_per_step: int = 0
     on_exhausted: str = "train_partial"
+    max_staleness: int = 0
 
 
 @dataclass
@@ -110,7 +111,11 @@ class WindowWorld:
         settings = self.settings
         self.collector = WindowCollector(
             inputs,
-            RolloutConfig(group_size=settings.group_size, on_exhausted=settings.on_exhausted),
+            RolloutConfig(
+                group_size=settings.group_size,
+                on_exhausted=settings.on_exhausted,
+                max_staleness=settings.max_staleness,
+            ),
             WindowConfig(tokens=settings.window_tokens, windows_per_step=settings.windows_per_step),
             settings.sampling,
             settings.seed,

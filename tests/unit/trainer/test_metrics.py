@@ -13,7 +13,8 @@ from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.monitoring_schema import QualityConfig
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rewards.pool.repetition import repetition_numbers, zlib_ratio
-from megatron_dapo.rollout.statistics import statistics_from_json
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.statistics import StatisticsBuilder, statistics_from_json
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import PHASES, STEP_METRICS, checked
 from megatron_dapo.trainer.metrics import (
@@ -28,7 +29,7 @@ from megatron_dapo.trainer.metrics import (
     throughput_metrics,
     window_metrics,
 )
-from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, VersionRange
+from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, VersionRange, Window
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
@@ -139,6 +140,17 @@ def test_age_and_partial_responses_by_counting_tokens(make_world: Callable) -> N
         num_partial += sum(span > 1 for span in spans)
         world.engine.policy_version += 1
     assert num_partial > 0
+
+
+def test_only_the_tokens_of_the_window_are_trained() -> None:
+    """Eight tokens of an earlier window, two of this one by the version before the trained one, and three by that one."""
+    versions = (VersionRange(0, 8, 1), VersionRange(8, 10, 4), VersionRange(10, 13, 5))
+    completion = Completion("g/0", [1] * 13, [0.0] * 13, "abort", versions)
+    sample = ScoredSample("g/0", completion, "", Score(0.0, 0.0, "unfinished"), {}, window=Window(8, False))
+    batch = RolloutBatch((Group("g", Prompt("p", (), (1,), "1"), (sample,), 4, 1),), StatisticsBuilder().build())
+    metrics = rollout_metrics(batch, 5, 4)
+    assert metrics["rollout/token_staleness_mean"] == pytest.approx(2 / 5)
+    assert metrics["rollout/token_staleness_max"] == metrics["rollout/staleness_max"] == 1
 
 
 def test_generation_beside_training_is_not_credited_with_the_wait_alone(make_world: Callable) -> None:
