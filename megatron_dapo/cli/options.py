@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from megatron_dapo.plan.device import GPUS
+
 REFUSED = 2
 
 
@@ -59,3 +61,9 @@ def refusing(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
         yield
     except errors as error:
         refuse(f"{prefix}{error}")
+
+
+def require_known_gpu(name: str) -> None:
+    """Refuse a kind of GPU that plans do not know."""
+    if name not in GPUS:
+        refuse(f"--gpu {name}: not known; choose one of {', '.join(GPUS)}")

@@ -25,15 +25,16 @@ from megatron_dapo.cli.options import (
     NetworkOption,
     RecipeArgument,
     SetOption,
-    refuse,
     refusing,
+    require_known_gpu,
 )
+from megatron_dapo.cli.plan_split import plan_split
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.loader import toml_value
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
-from megatron_dapo.plan.check import check
 from megatron_dapo.plan import cpu
+from megatron_dapo.plan.check import check
 from megatron_dapo.plan.cluster import GPUS_PER_NODE, HOST_GIB, NETWORK_GBIT, Cluster, cluster_for
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import num_parameters, recompute_of
@@ -98,7 +99,7 @@ def plan_recipe(
 
     Exit code: 0 it fits, 1 it does not, 2 a recipe or sizes that cannot be planned.
     """
-    _require_known(gpu or _DEFAULT_GPU)
+    require_known_gpu(gpu or _DEFAULT_GPU)
     with refusing(ValueError, OSError):
         config = load_config(recipe, [*(overrides or []), *(layout_overrides(layout) if layout else [])]).config
         architecture = read_architecture(planned_directory(config.model.path))
@@ -139,6 +140,9 @@ def plan_recipe(
     raise typer.Exit(0 if fits else DOES_NOT_FIT)
 
 
+plan_app.command("split")(plan_split)
+
+
 @plan_app.command("sync")
 def plan_sync(
     recipe: RecipeArgument,
@@ -159,7 +163,7 @@ def plan_sync(
     """Print what a weight sync moves and how long it takes: bytes of every rank, messages, memory."""
     from megatron_dapo.cli import plan_sync as costs
 
-    _require_known(gpu)
+    require_known_gpu(gpu)
     with refusing(ValueError):
         figures = costs.plan_sync(
             recipe,
@@ -228,11 +232,6 @@ def _machines(plan: StepPlan, name: str) -> str:
     if not plan.cluster.gpus_per_node:
         return f"{plan.cluster.cores} cores of this machine"
     return f"{plan.cluster.num_nodes} x {plan.cluster.gpus_per_node} {name}"
-
-
-def _require_known(gpu: str) -> None:
-    if gpu not in GPUS:
-        refuse(f"--gpu {gpu}: not known; choose one of {', '.join(GPUS)}")
 
 
 # ---- lines

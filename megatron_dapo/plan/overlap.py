@@ -35,20 +35,42 @@ class QueuedStep:
     update: float  # seconds of a weight update
     max_staleness: int
     oversample: float
+    ahead: float = 0.0  # batches started for later steps at most; 0: max_staleness
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """Mean seconds of a step in the steady state."""
+
+    step: float
+    wait: float  # the trainer's for its batch
+    collect: float  # from the moment at which a batch may be collected until it is complete, updates in between included
+
+    @property
+    def engine_idle(self) -> float:
+        """Seconds in which nothing may be collected."""
+        return max(0.0, self.step - max(self.collect, self.wait))
 
 
 @lru_cache(maxsize=4096)
-def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> float:
-    """Return the mean seconds of a step in the steady state."""
-    queue, time, first = _Queue(rates, lengths, turns), 0.0, 0.0
+def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> Overlapped:
+    """Simulate some steps and return the means of the last ones."""
+    queue, time, first, waits, collects = _Queue(rates, lengths, turns), 0.0, 0.0, 0.0, 0.0
+    allowed = [0.0] * (turns.max_staleness + 1)  # by batch: when its collection may begin
     for step in range(NUM_STEPS):
+        is_counted = step >= NUM_STEPS - NUM_COUNTED
         if step == NUM_STEPS - NUM_COUNTED:
             first = time
-        time = max(time, queue.run_to_end_of(step)) + turns.train
+        end = queue.run_to_end_of(step)
+        if is_counted:
+            waits += max(0.0, end - time)
+            collects += end - max(allowed[step], queue.run_to_end_of(step - 1) if step else 0.0)
+        time = max(time, end) + turns.train
         queue.run_until(time)
         time += turns.update
         queue.update(time)
-    return (time - first) / NUM_COUNTED
+        allowed.append(time)
+    return Overlapped((time - first) / NUM_COUNTED, waits / NUM_COUNTED, collects / NUM_COUNTED)
 
 
 class _Queue:
@@ -56,6 +78,7 @@ class _Queue:
 
     def __init__(self, rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> None:
         self._rates, self._lengths, self._turns = rates, lengths, turns
+        self._begun = lengths.prompt + lengths.context  # tokens of a response that is submitted
         self._now = 0.0
         self._version = 0
         self._step = 0.0  # decoding steps
@@ -64,13 +87,13 @@ class _Queue:
         self._running: list[tuple[float, int, float, float]] = []  # heap: (end, batch, weight, begin)
         self._waiting: deque[tuple[int, int, float]] = deque()  # (length, batch, weight)
         self._num_open: Counter[int] = Counter()  # batch -> responses that have not ended
-        self._num_started = 0  # batches
+        self._num_started = 0  # responses
         self._num_ended = 0  # batches that are complete, in order
         self._ends: dict[int, float] = {}  # batch -> time at which it was complete
         wanted = PLACES * turns.responses // max(1, turns.running)
-        per_batch = max(1, min(turns.responses, max(LEAST_SIMULATED, min(MOST_SIMULATED, wanted))))
-        self._weight = turns.responses / per_batch
-        self._drawn = _spread(lengths.responses, per_batch)
+        self._per_batch = max(1, min(turns.responses, max(LEAST_SIMULATED, min(MOST_SIMULATED, wanted))))
+        self._weight = turns.responses / self._per_batch
+        self._drawn = _spread(lengths.responses, self._per_batch)
         flops = rates.ranks * rates.gpu.flops * SHARES.prefill * (2 if rates.fp8 else 1)
         self._prefill = 2 * rates.active_parameters / flops  # seconds of a token
         self._start()
@@ -100,41 +123,46 @@ class _Queue:
         self._continue()
 
     def _continue(self) -> None:
-        """Continue what a collection or an update interrupted."""
+        """Continue what an update interrupted."""
         self._now += self._prefill * self._context
         self._start()
 
     def _start(self) -> None:
-        """Start batches as far as the staleness and the round of the collection allow."""
+        """Start responses as far as the staleness and the round of the collection allow."""
         turns = self._turns
-        most = self._version + 1 + turns.max_staleness
+        most = self._version + 1 + (turns.ahead or turns.max_staleness)
         if self._num_ended <= self._version + turns.max_staleness:
-            most = min(most, self._num_ended + int(turns.oversample))
-        while self._num_started < most:
-            batch, self._num_started = self._num_started, self._num_started + 1
-            self._waiting.extend((length, batch, self._weight) for length in self._drawn)
-            self._waiting.append((max(self._lengths.responses), batch, 0.0))
-            self._num_open[batch] = len(self._drawn) + 1
+            most = min(most, self._num_ended + turns.oversample)
+        while self._num_started < most * self._per_batch:
+            batch, index = divmod(self._num_started, self._per_batch)
+            self._num_started += 1
+            if not index:
+                self._num_open[batch] = self._per_batch + 1
+            self._waiting.append((self._drawn[index], batch, self._weight))
+            if index == self._per_batch - 1:
+                self._waiting.append((max(self._lengths.responses), batch, 0.0))
         self._fill()
 
     def _fill(self) -> None:
-        # Places are filled to the nearest multiple of what a simulated response counts for.
-        while self._waiting and (not self._num_running or self._num_running + self._waiting[0][2] / 2 <= self._turns.running):
+        # Places are filled to the nearest multiple of what a simulated response counts for; sums of weights are not exact.
+        places = self._turns.running + 1e-6
+        while self._waiting and (not self._num_running or self._num_running + self._waiting[0][2] / 2 <= places):
             length, batch, weight = self._waiting.popleft()
             heapq.heappush(self._running, (self._step + length, batch, weight, self._step))
             self._num_running += weight
-            self._context += weight * self._lengths.prompt
+            self._context += weight * self._begun
+            self._now += self._prefill * weight * self._lengths.context
 
     def _end(self) -> None:
         _, batch, weight, begin = heapq.heappop(self._running)
         self._num_running -= weight
-        self._context -= weight * (self._lengths.prompt + self._step - begin)
+        self._context -= weight * (self._begun + self._step - begin)
         self._num_open[batch] -= 1
         self._fill()
-        while self._num_ended < self._num_started and not self._num_open[self._num_ended]:
+        while self._num_ended in self._num_open and not self._num_open[self._num_ended]:
             self._ends[self._num_ended] = self._now
             self._num_ended += 1
-            self._continue()
+            self._start()
 
     def _advance(self, steps: float, to: float | None) -> None:
         self._now = self._now + self._seconds(steps) if to is None else to

@@ -30,6 +30,7 @@ class Lengths:
 
     responses: tuple[int, ...]
     prompt: float
+    context: float = 0.0  # mean tokens of earlier windows, which a window is generated after
 
     @cached_property
     def mean(self) -> float:
@@ -48,9 +49,11 @@ class Lengths:
     def in_windows(self, window: int) -> Lengths:
         """Return the lengths of the pieces that one step generates if responses are cut into windows."""
         pieces: list[int] = []
+        context = 0
         for length in self.responses:
             pieces += [window] * (length // window) + ([length % window] if length % window else [])
-        return Lengths(tuple(pieces), self.prompt)
+            context += sum(range(0, length, window))
+        return Lengths(tuple(pieces), self.prompt, context / len(pieces))
 
 
 def lengths_of(config: Config, mean_response: float | None = None) -> Lengths:

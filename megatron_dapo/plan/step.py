@@ -97,17 +97,20 @@ def plan_step(
     saved += checkpoint_bytes(architecture, config.model.dtype, has_value_head=True) if config.has_critic else 0
     trained = Batch.of(step_responses(config), lengths).tokens
     plan = StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
-    if plan.overlaps and queue is not None and memory.engine_memory is not None and config.rollout.partial_rollout:
+    is_continued = config.rollout.partial_rollout or config.algorithm.name == "tppo"
+    if plan.overlaps and queue is not None and memory.engine_memory is not None and is_continued:
         rates = engine_rates(config, architecture, memory.engine_memory, gpu)
         running = running_at_once(config, memory.engine_memory, lengths)
-        return replace(plan, overlapped=overlapped_seconds(rates, lengths, _queued_step(plan, queue, running)))
+        return replace(plan, overlapped=overlapped_seconds(rates, lengths, _queued_step(plan, queue, running)).step)
     return plan
 
 
 def _queued_step(plan: StepPlan, queue: Queue, running: int) -> QueuedStep:
     rollout = plan.config.rollout
     update = plan.of_phase("weight_update")
-    return QueuedStep(queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample)
+    return QueuedStep(
+        queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample, rollout.ahead
+    )
 
 
 def step_lengths(config: Config, mean_response: float | None = None) -> Lengths:

@@ -174,11 +174,12 @@ def _waits(run: RunFiles) -> Iterator[Anomaly]:
     cause = f"trainer {means['trainer']:.3g} s and engines {means['engines']:.3g} s of {sum(seconds) / len(rows):.3g} s a step"
     advice = {
         "trainer": "give the engines more devices (sglang.servers_per_node), or raise rollout.max_staleness or rollout.oversample",
-        "engines": "give the trainer more devices; `megatron-dapo plan RECIPE --gpus N` finds layouts",
+        "engines": "give the trainer more devices",
     }
+    split = f"`megatron-dapo plan split {run.path}` proposes how many"
     metric = "async/trainer_idle" if side == "trainer" else "async/engine_idle"
     title = "trainer waits" if side == "trainer" else "engines wait"
-    yield Anomaly("note", rows[0][0], rows[-1][0], title, cause, advice[side], metric)
+    yield Anomaly("note", rows[0][0], rows[-1][0], title, cause, f"{advice[side]}; {split}", metric)
 
 
 def _gradients(run: RunFiles) -> Iterator[Anomaly]:

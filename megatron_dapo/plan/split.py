@@ -1,0 +1,175 @@
+"""Proposes how many devices of a run with separate servers train and how many generate, from what the run measured.
+
+    measured collection of a batch -> the rates at which the queue of `overlap` collects a batch in that time
+    each split                     -> the queue's step, which side waits for the other, and the smallest `oversample` and
+                                      `ahead` that take no longer
+
+The trainer's seconds of another split are the measured ones times what `plan` says of both layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from megatron_dapo.plan.overlap import Overlapped, QueuedStep, overlapped_seconds
+from megatron_dapo.plan.rollout import EngineRates, Lengths
+
+SAME = 0.01  # steps that differ by less are as long
+STEP = 0.25  # of `oversample` and `ahead`
+NUM_LENGTHS = 1024
+_SLOWEST, _FASTEST = 1e-5, 1e3  # engines, as multiples of the given rates
+# Times agree within _OFF; rates are told by one if those that agree differ by less than _TOLD.
+_OFF, _TOLD = 0.05, 1.5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means of the steps of a run."""
+
+    step: float  # seconds; so are the next four
+    wait: float  # the trainer's for its batch
+    train: float  # of the trainer's phases
+    update: float  # of weights
+    collect: float  # of a batch, updates in between included
+    responses: float  # generated a step
+    lengths: Lengths
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to divide the devices."""
+
+    trainer: int  # devices
+    servers: int
+    train: float  # seconds of the trainer's phases
+
+
+@dataclass(frozen=True)
+class SplitLimits:
+    """What a split does not change."""
+
+    running: int  # responses of a server at once
+    max_staleness: int
+    has_windows: bool = False  # T-PPO, which starts each step's windows together
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A split with the settings that suit it."""
+
+    split: Split
+    oversample: float
+    ahead: float  # 0: max_staleness
+    seconds: Overlapped
+
+    @staticmethod
+    def of(
+        rates: EngineRates, measured: Measured, split: Split, limits: SplitLimits, oversample: float, ahead: float
+    ) -> Proposal:
+        """Return a split with given settings."""
+        return Proposal(split, oversample, ahead, _seconds(rates, measured, split, limits, oversample, ahead))
+
+    @property
+    def waits(self) -> str:
+        """Return the side that waits longer for the other, "" if neither does for a hundredth of the step."""
+        sides = {"trainer": self.seconds.wait, "engines": self.seconds.engine_idle}
+        side = max(sides, key=sides.__getitem__)
+        return side if sides[side] > SAME * self.seconds.step else ""
+
+
+def measured_lengths(longest: int, mean: float, most: float, cut_share: float, num_responses: int, prompt: float) -> Lengths:
+    """Return log-normal lengths with this mean, whose longest of `num_responses` has `most` tokens.
+
+    `longest`: the limit; `cut_share`: share of the responses that reach it, by which the spread is set if there are any.
+    """
+    most = min(max(most, mean), longest)
+    tail = cut_share if cut_share * num_responses > 1 else 0.5 / max(1, num_responses)
+    score = NormalDist().inv_cdf(1 - tail)
+    if most <= mean * 1.001:
+        return Lengths((max(1, round(mean)),), prompt)
+    low, high = 1e-3, 3.0
+    for _ in range(60):  # the tail of a given mean grows with the spread
+        sigma = (low + high) / 2
+        median = _median(mean, sigma, most)
+        low, high = (sigma, high) if median * math.exp(sigma * score) < most else (low, sigma)
+    drawn = _drawn(_median(mean, high, most), high, most)
+    return Lengths((*(max(1, round(length)) for length in drawn[:-1]), round(most)), prompt)
+
+
+def _median(mean: float, sigma: float, most: float) -> float:
+    low, high = 1e-3, most * 1e3
+    for _ in range(60):
+        median = math.sqrt(low * high)
+        low, high = (median, high) if sum(_drawn(median, sigma, most)) < mean * NUM_LENGTHS else (low, median)
+    return high
+
+
+_SCORES = tuple(NormalDist().inv_cdf((index + 0.5) / NUM_LENGTHS) for index in range(NUM_LENGTHS))
+
+
+def _drawn(median: float, sigma: float, most: float) -> list[float]:
+    return [min(most, median * math.exp(sigma * score)) for score in _SCORES]
+
+
+def calibrated(
+    rates: EngineRates, measured: Measured, now: Split, limits: SplitLimits, oversample: float, ahead: float
+) -> tuple[EngineRates, float, bool]:
+    """Return the rates at which the queue of the measured run collects a batch in the measured time, their factor, and whether
+    the time tells them.
+
+    It does not if the trainer sets the pace of the collections, too: then the factor is the one closest to 1 that agrees with
+    the time.
+    """
+
+    def collect(factor: float) -> float:
+        return _seconds(_scaled(rates, factor), measured, now, limits, oversample, ahead).collect
+
+    def factor_for(seconds: float) -> float:
+        low, high = math.log(_SLOWEST), math.log(_FASTEST)
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if collect(math.exp(middle)) > seconds else (low, middle)
+        return math.exp((low + high) / 2)
+
+    slowest, factor, fastest = (factor_for(measured.collect * (1 + off)) for off in (_OFF, 0.0, -_OFF))
+    is_told = fastest <= _TOLD * slowest
+    if not is_told:
+        factor = min(max(1.0, slowest), fastest)
+    return _scaled(rates, factor), factor, is_told
+
+
+def _scaled(rates: EngineRates, factor: float) -> EngineRates:
+    gpu = rates.gpu
+    return replace(rates, gpu=replace(gpu, flops=gpu.flops * factor, memory_bytes_s=gpu.memory_bytes_s * factor))
+
+
+def propose(rates: EngineRates, measured: Measured, splits: Sequence[Split], limits: SplitLimits) -> list[Proposal]:
+    """Return the splits with their settings, the shortest step first."""
+    found = [_proposal(rates, measured, split, limits) for split in splits]
+    return sorted(found, key=lambda one: one.seconds.step)
+
+
+def _proposal(rates: EngineRates, measured: Measured, split: Split, limits: SplitLimits) -> Proposal:
+    free = limits.max_staleness if not limits.has_windows else 0
+    rounds = {one: _seconds(rates, measured, split, limits, one, 0.0) for one in _grid(1.0, 1.0 + free)}
+    best = min(one.step for one in rounds.values())
+    oversample = next(one for one, seconds in rounds.items() if seconds.step <= best * (1 + SAME))
+    # Without a limit of its own, `ahead` is max_staleness.
+    less = {one: _seconds(rates, measured, split, limits, oversample, one) for one in _grid(STEP, free - STEP)}
+    ahead = next((one for one, seconds in less.items() if seconds.step <= best * (1 + SAME)), 0.0)
+    return Proposal(split, oversample, ahead, less[ahead] if ahead else rounds[oversample])
+
+
+def _grid(low: float, high: float) -> Iterator[float]:
+    return (low + STEP * index for index in range(round((high - low) / STEP) + 1))
+
+
+def _seconds(
+    rates: EngineRates, measured: Measured, split: Split, limits: SplitLimits, oversample: float, ahead: float
+) -> Overlapped:
+    each = max(1, round(measured.responses / split.servers))
+    turns = QueuedStep(each, limits.running, split.train, measured.update, limits.max_staleness, oversample, ahead)
+    return overlapped_seconds(rates, measured.lengths, turns)
