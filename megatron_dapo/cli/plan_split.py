@@ -35,7 +35,7 @@ METRICS = (
     *("time/step", "time/evaluate", "time/checkpoint", "time/generate", "time/weight_sync"),
     *("throughput/generated_tokens", "throughput/generated_tokens_per_s"),
     *("rollout/groups_filtered_share", "rollout/response_tokens_max", "rollout/truncated_share", "rollout/prompt_tokens_mean"),
-    *("window/responses", "window/per_finished"),
+    *("window/responses", "window/per_finished", "async/engine_idle"),
 )
 
 
@@ -62,6 +62,7 @@ class SplitReport:
     gpu: str
     num_steps: int  # in the means
     measured: Measured
+    idle: float  # measured seconds of a step in which a server has no request
     now: Proposal  # the run's split and settings, in the queue
     factor: float  # of the engines' rates, against those that a plan takes
     is_told: bool  # by the measured seconds
@@ -105,7 +106,7 @@ def split_report(directory: Path, gpu_name: str | None, gpus_per_node: int) -> S
     cluster = cluster_for(config, gpus_per_node=gpus_per_node, gpu_gib=gpu.memory_gib)
     architecture = read_architecture(planned_directory(config.model.path))
     planned = _Planned(config, architecture, gpu, cluster, processes)
-    num_steps, measured = _measured(run, config)
+    num_steps, idle, measured = _measured(run, config)
     now = Split(processes, planned.memory.num_engines, measured.train)
     rollout = config.rollout
     limits = SplitLimits(planned.running(measured.lengths), rollout.max_staleness, config.algorithm.name == "tppo")
@@ -116,6 +117,7 @@ def split_report(directory: Path, gpu_name: str | None, gpus_per_node: int) -> S
         gpu.name,
         num_steps,
         measured,
+        idle * measured.step,
         Proposal.of(rates, measured, now, limits, rollout.oversample, rollout.ahead),
         factor,
         is_told,
@@ -129,6 +131,8 @@ def _require_separate(config: Config, directory: Path) -> None:
             f"{directory}: its engines share the trainer's devices, so there is no split; "
             '`megatron-dapo plan RECIPE --set sglang.placement="disaggregated"` plans separate ones'
         )
+    if config.sglang.nodes_per_server > 1:
+        raise ValueError(f"{directory}: servers over several nodes (sglang.nodes_per_server) are not split")
     if config.sglang.urls:
         raise ValueError(f"{directory}: its servers were given by sglang.urls, and their devices are unknown")
     if config.num_critic_processes:
@@ -138,8 +142,8 @@ def _require_separate(config: Config, directory: Path) -> None:
         )
 
 
-def _measured(run: RunFiles, config: Config) -> tuple[int, Measured]:
-    """Return the number of steps and their means, without the first steps."""
+def _measured(run: RunFiles, config: Config) -> tuple[int, float, Measured]:
+    """Return the number of steps, the servers' idle share, and the means of the steps, without the first ones."""
     rows = [dict(zip(METRICS, values, strict=True)) for values in zip(*map(run.column, METRICS), strict=True)]
     rows = [row for row in rows[LEFT_OUT:] if all(map(math.isfinite, row.values()))]
     if len(rows) < LEAST:
@@ -162,7 +166,8 @@ def _measured(run: RunFiles, config: Config) -> tuple[int, Measured]:
     if has_windows:
         lengths = lengths.in_windows(config.window.tokens)
     collect = fmean(row["throughput/generated_tokens"] / max(1e-9, row["throughput/generated_tokens_per_s"]) for row in rows)
-    return len(rows), Measured(step, wait, max(0.0, step - wait - update), update, collect, responses, lengths)
+    measured = Measured(step, wait, max(0.0, step - wait - update), update, collect, responses, lengths)
+    return len(rows), mean["async/engine_idle"], measured
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ def report_json(report: SplitReport) -> dict[str, Any]:
     return {
         "gpu": report.gpu,
         "steps": report.num_steps,
-        "measured": {**measured, "mean_tokens": report.measured.lengths.mean},
+        "measured": {**measured, "engine_idle": report.idle, "mean_tokens": report.measured.lengths.mean},
         "engine_factor": report.factor,
         "engine_factor_is_told": report.is_told,
         "now": _proposal_json(report, report.now),
@@ -242,10 +247,9 @@ def _proposal_json(report: SplitReport, one: Proposal) -> dict[str, Any]:
 def report_lines(report: SplitReport) -> Iterator[str]:
     """Yield the report's lines."""
     measured, now, best = report.measured, report.now, report.best
-    idle = max(0.0, measured.step - max(measured.collect, measured.wait))
     yield (
         f"measured, mean of {report.num_steps} steps: {measured.step:.1f} s, of which the trainer waits {measured.wait:.1f} and "
-        f"the engines {idle:.1f}; trainer's phases {measured.train:.1f}, weight update {measured.update:.1f}"
+        f"the engines {report.idle:.1f}; trainer's phases {measured.train:.1f}, weight update {measured.update:.1f}"
     )
     off = now.seconds.step / measured.step - 1
     yield (

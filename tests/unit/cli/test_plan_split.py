@@ -55,7 +55,7 @@ def made_run(directory: Path, train: float, *, num_steps: int = 12, machine: str
         "time/step": 3.0 + train + UPDATE, "time/evaluate": 2.0, "time/checkpoint": 1.0, "time/generate": 0.0,
         "time/weight_sync": UPDATE, "throughput/generated_tokens": MEAN * 1024, "throughput/generated_tokens_per_s": 1e4,
         "rollout/groups_filtered_share": 0.0, "rollout/response_tokens_max": MOST, "rollout/truncated_share": 0.0,
-        "rollout/prompt_tokens_mean": 100.0, "window/responses": 0, "window/per_finished": 0,
+        "rollout/prompt_tokens_mean": 100.0, "window/responses": 0, "window/per_finished": 0, "async/engine_idle": 0.125,
     }
     if seconds is not None:
         row |= {
@@ -84,6 +84,7 @@ def test_the_side_that_waits_gives_devices_to_the_other(tmp_path: Path, train: f
     now, best = report["now"], report["proposals"][0]
     assert (now["trainer"], now["servers"], now["settings"], now["waits"]) == (4, 4, {}, side)
     assert now["step"] == pytest.approx(report["measured"]["step"], rel=0.02)
+    assert report["measured"]["engine_idle"] == pytest.approx(report["measured"]["step"] / 8)
     assert {(one["trainer"], one["servers"]) for one in report["proposals"]} == {(n, 8 - n) for n in range(1, 8)}
     assert best["step"] < 0.95 * now["step"]
     assert best["trainer"] < 4 if side == "trainer" else best["trainer"] > 4
