@@ -9,6 +9,7 @@ budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
 filter    the history of each prompt, and which prompts wait
 vapo      a critic on another layout, with its optimizer
+sao       the same with one response a prompt and frozen attention; responses are carried over to later steps
 tppo      the same, and unfinished windows; each window must be trained exactly once
 windows   the same with windows that servers generate while those before are trained
 episodes  unfinished conversations with an environment, held in any turn, and their workers' processes
@@ -55,8 +56,8 @@ eval_paths = ["heldout.jsonl"]
 max_prompt_tokens = 128
 
 [rollout]
-prompts_per_step = 6
-group_size = 4
+prompts_per_step = {prompts}
+group_size = {group_size}
 max_response_tokens = 96
 slots_per_rank = 32
 {rollout}
@@ -95,6 +96,7 @@ lambda_rule = "{rule}"
 
 [critic]
 epochs = 2
+freeze = {freeze}
 
 [critic.parallel]
 tp_size = 1
@@ -104,7 +106,7 @@ learning_rate = 1e-3
 warmup_steps = 2
 """
 
-WINDOWS = CRITIC.format(name="tppo", rule="window") + "[window]\ntokens = 32\nignored_tail_tokens = 2"
+WINDOWS = CRITIC.format(name="tppo", rule="window", freeze="[]") + "[window]\ntokens = 32\nignored_tail_tokens = 2"
 
 # Episodes of up to five turns, of which a batch leaves many unfinished.
 EPISODES = """
@@ -138,7 +140,11 @@ ALGORITHMS = {
     "priority": ('prompt_order = "priority"', ""),
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
-    "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive")),
+    "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive", freeze="[]")),
+    "sao": (
+        f'filter_groups = false\norder = "guarded"\n{CARRIED}',
+        CRITIC.format(name="vapo", rule="length_adaptive", freeze='["attention"]') + '[algorithm.loss]\nname = "dis"',
+    ),
     "tppo": ("filter_groups = false", WINDOWS),
     "windows": (
         "filter_groups = false\nmax_staleness = 1",
@@ -157,7 +163,8 @@ def write_recipe(directory: Path, algorithm: str = "dapo") -> Path:
     recipe = directory / "recipe.toml"
     rollout, sections = ALGORITHMS[algorithm]
     model = (QUICKSTART / "base_model").as_posix()
-    recipe.write_text(RECIPE.format(model=model, rollout=rollout, algorithm=sections), encoding="utf-8")
+    sizes = {"prompts": 24, "group_size": 1} if algorithm == "sao" else {"prompts": 6, "group_size": 4}
+    recipe.write_text(RECIPE.format(model=model, rollout=rollout, algorithm=sections, **sizes), encoding="utf-8")
     return recipe
 
 

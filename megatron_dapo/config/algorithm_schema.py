@@ -32,6 +32,7 @@ RewardKlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "tis", "mis", "icepop"]
 Stream = Literal["off", "mini_batches"]
 OldLogprobs = Literal["snapshot", "rollout"]
+FrozenPart = Literal["attention"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
@@ -363,6 +364,10 @@ class CriticConfig(Section):
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW of the critic."""
+
+    freeze: tuple[FrozenPart, ...] = ()
+    """Parts that keep the weights they start with. attention: projections and norms of every attention layer, as in SAO
+    (arXiv 2607.07508). They have no gradients and no optimizer state."""
 
     megatron: Mapping[str, Any] = {}
     """Fields of megatron-core's configuration for the critic; they override those of [megatron]."""

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_dapo.checkpoints.layouts.state import is_frozen
 from megatron_dapo.megatron.experts import forget_dispatched_tokens, normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
@@ -204,6 +205,13 @@ def output_weight(chunk: GPTModel) -> torch.Tensor:
     )
     assert weight is not None, "the chunk holds no output weight"
     return weight
+
+
+def freeze(chunks: Sequence[torch.nn.Module], parts: Sequence[str]) -> None:
+    """Let the parameters of these parts (`critic.freeze`) keep their weights. Call before the optimizer is built."""
+    for name, parameter in named_local_parameters(chunks).items():
+        if is_frozen(name, parts):
+            parameter.requires_grad_(False)
 
 
 def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:

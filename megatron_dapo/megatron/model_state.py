@@ -30,7 +30,7 @@ from megatron_dapo.checkpoints.formats.saved_model import (
     slice_name,
     state_index,
 )
-from megatron_dapo.checkpoints.layouts.state import EXPERTS, LAYER_ORDER, Range, StateLayout
+from megatron_dapo.checkpoints.layouts.state import EXPERTS, LAYER_ORDER, Range, StateLayout, is_frozen
 from megatron_dapo.device_thread import device_thread_pool
 from megatron_dapo.files.checksums import DamagedError, PieceChecksums
 from megatron_dapo.megatron.model import named_local_parameters
@@ -123,20 +123,21 @@ class ModelState:
         parameters = named_local_parameters(model.chunks)  # the model's method would bring them back to the device
         distributed = model.settings.use_distributed_optimizer
         grouped = bool(model.config.moe_grouped_gemm)
-        layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped)
+        frozen = model.settings.freeze
+        layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped, frozen=frozen)
         live = {
             part.name: (part.start, part.end)
             for part in owned_shards(parameters, model.optimizer)
             if part.start < part.end
         }
-        differs = live != layout.ranges(model.rank)
+        differs = live != {name: own for name, own in layout.ranges(model.rank).items() if not is_frozen(name, frozen)}
         group = model.part.collective_group
         if group is not None:
             differs = bool(max_over({"differs": float(differs)}, group)["differs"])
         if differs:
             # Weights held as FP8 are in separate buffers, and which ones they are depends on the layer.
             logger.info("ranges of the distributed optimizer are not those of one buffer: ranks tell each other theirs")
-            layout = StateLayout(model.tensors, distributed, ranges=_exchanged(live, model))
+            layout = StateLayout(model.tensors, distributed, ranges=_exchanged(live, model), frozen=frozen)
         return layout
 
     @cached_property
@@ -147,8 +148,10 @@ class ModelState:
         for shard in self.layout.saved(self.rank):
             name = slice_name(shard.tensor, shard.bounds)
             for kind in kinds:
-                base = 0 if kind == PARAMETER else owned[shard.local][0]
-                local, start = f"{kind}/{shard.local}", shard.local_offset[0] - base
+                # A frozen parameter is itself its main param.
+                source = PARAMETER if kind == MAIN and is_frozen(shard.local, self.layout.frozen) else kind
+                base = 0 if source == PARAMETER else owned[shard.local][0]
+                local, start = f"{source}/{shard.local}", shard.local_offset[0] - base
                 views.append(_View(f"{kind}/{name}", local, start, shard.shape))
             if not any(shard.global_offset):
                 views.append(_View(f"{STEP}/{shard.tensor}", f"{STEP}/{shard.local}", 0, ()))
@@ -166,10 +169,11 @@ class ModelState:
         found = {}
         for key, name, start, shape in self._views:
             if name in local:
-                found[key] = _view(local[name], start, shape)
+                view = _view(local[name], start, shape)
+                found[key] = view.float() if key.startswith(MAIN) else view
             else:
                 assert key.startswith((*MOMENTS, STEP)), (
-                    f"{name}: only moments and steps may be missing, before the first step"
+                    f"{name}: only moments and steps may be missing, before the first step or of a frozen parameter"
                 )
                 found[key] = torch.zeros(()).expand(shape)  # views of one zero
         for key, tensor in local.items():
@@ -230,12 +234,13 @@ class ModelState:
         padded = {local for local, holes in local_holes(model.tensors.shards(self.rank), shapes).items() if holes}
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         slices = sorted(saved.slices, key=lambda stored: (places[stored.tensor], stored.bounds))
-        updates, weights = _needs_of_updates(layout), _needs_of_weights(layout)
+        weights, updates = _needs_of_weights(layout), _needs_of_updates(layout)
         plan = ReadPlan(slices, updates, layout.num_ranks, ROUND_ELEMENTS)
+        trained = {tensor: needs for tensor, needs in updates.items() if not is_frozen(needs[0][1].local, layout.frozen)}
         with device_thread_pool(_READERS, "checkpoint read") as readers:
             for kind in saved.kinds:
                 named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
-                needs = weights if kind == PARAMETER else updates
+                needs = weights if kind == PARAMETER else trained
                 # Load one kind at a time: the device may not have room for a whole optimizer kept on the host.
                 with model.on_device(list(named.values())):
                     for local in named.keys() & padded:
@@ -257,7 +262,8 @@ class ModelState:
             receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
             begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
             for index in plan.read_by(rank, indices):
-                begun.read(saved, kind, plan.slices[index], str(index), readers)
+                if plan.slices[index].tensor in needs:  # not the optimizer state of a frozen parameter
+                    begun.read(saved, kind, plan.slices[index], str(index), readers)
             yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:

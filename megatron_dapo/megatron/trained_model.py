@@ -20,7 +20,7 @@ from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
-from megatron_dapo.megatron.model import build_chunks, named_local_parameters
+from megatron_dapo.megatron.model import build_chunks, freeze, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.model_state import ModelState
 from megatron_dapo.megatron.optimizer import build_optimizer, finish_param_gathers, guarded_step, wrap_data_parallel
@@ -58,6 +58,7 @@ class TrainingSettings:
     use_distributed_optimizer: bool = True  # shard the optimizer's state over data x context ranks
     seed: int = 0  # seeds the random-number tracker
     offload: str = "none"  # a name of OFFLOADS
+    freeze: tuple[str, ...] = ()  # parts that keep their weights, see `model.freeze`
     fixed_tokens: int = 0  # pad every micro-batch to this length; 0: no fixed length, or a common one in a pipeline
     collective_timeout_s: float = 1800.0  # a rank fails after waiting this long for the others
 
@@ -125,6 +126,7 @@ class TrainedModel:
         del buffers  # an fp32 copy of the model's shard
         if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
+        freeze(chunks, settings.freeze)
         distributed, options = settings.use_distributed_optimizer, settings.model.megatron
         self.chunks = wrap_data_parallel(chunks, self.config, distributed, options)
         self._gathers_are_due = False
@@ -179,10 +181,11 @@ class TrainedModel:
         self._gathers_are_due = False
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
+        """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks; frozen parameters
+        have none."""
         self.onload(("gradients",))
         parameters: dict[str, Any] = self.named_local_parameters()
-        return {name: parameter.main_grad for name, parameter in parameters.items()}
+        return {name: each.main_grad for name, each in parameters.items() if each.requires_grad}
 
     @property
     def moved(self) -> Moved:
@@ -221,7 +224,9 @@ class TrainedModel:
         parameters: dict[str, Any] = named_local_parameters(self.chunks)  # megatron-core adds `main_grad` to them
         if kind == "optimizer":
             return list(state.optimizer_tensors(parameters, self.optimizer))
-        return [parameter.main_grad if kind == "gradients" else parameter for parameter in parameters.values()]
+        if kind == "gradients":
+            return [parameter.main_grad for parameter in parameters.values() if parameter.requires_grad]
+        return list(parameters.values())
 
     def state_shards(self) -> dict[str, torch.Tensor]:
         """Return this rank's whole state as flat tensors (see `megatron.state`). They are live; for offloaded tensors they

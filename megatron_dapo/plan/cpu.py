@@ -67,7 +67,7 @@ def estimate(
         sampled = count / (KEPT_SHARE if rollout.filter_groups else 1.0)
         # A group's prompt is prefilled once; a forward pass costs a third of training.
         generate = sampled * (response + prompt / rollout.group_size) * generated
-        phases = {"generate": generate, "log_probs": update / 3, **phases}
+        phases = {"generate": generate, "log_probs": update / 3 * config.algorithm.loss.needs_old_logprobs, **phases}
     step = sum(phases.values())
     times = evaluation.at_start + evaluation.at_end
     times += config.run.total_steps // evaluation.interval if evaluation.interval else 0

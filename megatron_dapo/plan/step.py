@@ -139,7 +139,7 @@ def trainer_seconds(
     own, prompts, training = config.num_critic_processes, config.rollout.prompts_per_step, config.training
     policy = Model(config, architecture, processes - own, gpu, per_node)
     batch = Batch.of(responses, lengths)
-    times = 2 if config.algorithm.needs_reference else 1
+    times = config.algorithm.loss.needs_old_logprobs + config.algorithm.needs_reference
     seconds["log_probs"] = add(pass_seconds(policy, batch, LOG_PROBS), times=times)
     mini = max(1, prompts // training.mini_batch_prompts)
     seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)

@@ -165,6 +165,7 @@ def _build_critic(config: Config, topology: RunTopology, others: Sequence[Traine
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         seed=config.run.seed,
         offload=config.critic.offload,
+        freeze=config.critic.freeze,
         fixed_tokens=_fixed_tokens(
             config.critic_megatron, config.critic.micro_batch_tokens or config.training.micro_batch_tokens, layout
         ),

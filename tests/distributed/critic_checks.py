@@ -44,6 +44,7 @@ LEARNING_RATE = 3e-3
 OPTIMIZER = {"betas": (0.8, 0.9), "epsilon": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
 SINGLE = ParallelLayout(world_size=1)
 VALUE_HEAD = "ForTokenClassification"
+FROZEN = "-frozen"  # ends the name of a critic whose attention keeps its weights
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the implementations that compute in fp64
 
 
@@ -75,16 +76,26 @@ def class_of(name: str, head: str) -> Any:
 
 def write_critic(directory: str | Path, name: str) -> None:
     """Write the directory `directory`/`name` of a critic, and its fp64 reference next to it."""
-    path = Path(directory) / name
-    model_of(name, VALUE_HEAD, num_labels=1).save_pretrained(path)
-    model = class_of(name, VALUE_HEAD).from_pretrained(path, **EAGER).double().eval()
+    path, family = Path(directory) / name, name.removesuffix(FROZEN)
+    model_of(family, VALUE_HEAD, num_labels=1).save_pretrained(path)
+    model = class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER).double().eval()
+    if family != name:
+        _freeze_attention(model, MODELS[family][0])
     loss, values = _loss_and_values(model, seed=3)
     loss.backward()
     tensors = {f"values/{index}": part.detach().contiguous() for index, part in enumerate(values)}
-    tensors |= {"loss": loss.detach(), **_whole("gradient", model, lambda parameter: parameter.grad)}
+    gradients = _whole("gradient", model, lambda each: torch.zeros_like(each) if each.grad is None else each.grad)
+    tensors |= {"loss": loss.detach(), **gradients}
     losses, norms = _adamw_steps(model)
     tensors |= {"losses": losses, "norms": norms, **_whole("stepped", model, lambda parameter: parameter.detach())}
     save_file(tensors, Path(directory) / f"{name}.safetensors")
+
+
+def _freeze_attention(model: Any, family: str) -> None:
+    """Freeze the projections of every attention and the norms before and, in Gemma 3, after them."""
+    parts = ["self_attn.", "input_layernorm.", *(["post_attention_layernorm."] if family == "Gemma3" else [])]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
 
 
 def _whole(kind: str, model: Any, of: Any) -> dict[str, torch.Tensor]:
@@ -209,6 +220,7 @@ def settings_of(case: Mapping[str, Any]) -> CriticSettings:
         ),
         optimizer=OptimizerConfig(**OPTIMIZER),
         use_distributed_optimizer=case.get("distributed", True),
+        freeze=("attention",) if case.get("model", "").endswith(FROZEN) else (),
     )
 
 
@@ -242,7 +254,9 @@ def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
     """Errors on this rank."""
     value = value_error(critic, want)
     metrics = critic.accumulate_gradients(of_rank(critic.layout, rank=critic.rank), loss_fn)
-    gradient = distance(critic, critic.gradients(), want.gradients)
+    frozen = {name: each.detach().clone() for name, each in critic.named_local_parameters().items() if not each.requires_grad}
+    missing = {name: torch.zeros_like(each) for name, each in frozen.items()}
+    gradient = distance(critic, {**missing, **critic.gradients()}, want.gradients)
     history = train(critic, STEPS)
     parameters = {name: parameter.detach() for name, parameter in critic.named_local_parameters().items()}
     return {
@@ -253,6 +267,7 @@ def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
         "norms": relative([norm for _, norm in history], want.norms),
         "stepped": distance(critic, parameters, want.stepped),
         "drifted": len(drifted_replicas(critic.tensors, parameters, critic.part.group)),
+        "thawed": sum(not torch.equal(parameters[name], before) for name, before in frozen.items()),
     }
 
 

@@ -5,6 +5,8 @@ all four. Under the distributed optimizer a rank updates a flat range of each lo
 and become at most 2 * ndim - 1 slices each (`reshard.slices.flat_range_slices`). Everything is arithmetic: ranks do not
 communicate.
 
+A frozen parameter has no optimizer state, and is split evenly over the ranks that could update it.
+
 Replicated elements are saved once. A rank saves the elements that no other rank updates. `reshard.assignment.worst_fit`
 distributes those that several ranks update identically: norms over tensor ranks, tied embeddings of the first and last
 stage, and everything without the distributed optimizer.
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
@@ -50,7 +53,15 @@ LAYER_ORDER = (
     "linear_fc2.weight",
 )
 
+# Part that critic.freeze names -> what the names of its local parameters contain.
+_FROZEN = MappingProxyType({"attention": ".self_attention."})
+
 Range = tuple[int, int]  # elements [start, end) of a flattened local parameter
+
+
+def is_frozen(local: str, parts: Sequence[str]) -> bool:
+    """Return True if a local parameter belongs to one of the frozen parts (`critic.freeze`)."""
+    return any(_FROZEN[part] in local for part in parts)
 
 
 class Owners(NamedTuple):
@@ -79,6 +90,7 @@ class StateLayout:
         order: names of a layer's parameters in the order in which the modules register them. Ranges depend on it.
         grouped: a layer registers one matrix of all experts before the next (`moe_grouped_gemm`), not expert by expert.
         ranges: the known ranges of every rank, if they differ from those of one buffer per model chunk.
+        frozen: parts without optimizer state, see `is_frozen`.
     """
 
     def __init__(
@@ -88,8 +100,9 @@ class StateLayout:
         order: Sequence[str] = LAYER_ORDER,
         ranges: Sequence[Mapping[str, Range]] | None = None,
         grouped: bool = False,
+        frozen: Sequence[str] = (),
     ) -> None:
-        self.weights = weights
+        self.weights, self.frozen = weights, frozen
         self.distributed = distributed
         self._place = {name: index for index, name in enumerate(order)}
         self._known, self._grouped = ranges, grouped
@@ -113,7 +126,8 @@ class StateLayout:
         return self._updated[rank]
 
     def ranges(self, rank: int) -> dict[str, Range]:
-        """Return the range of each local parameter that a rank's optimizer updates, without empty ranges."""
+        """Return the range of each local parameter that a rank's optimizer updates, or would if the parameter were not frozen,
+        without empty ranges."""
         return {
             local: owned
             for owners in self._owners_of(rank)
@@ -236,7 +250,8 @@ class StateLayout:
 
     def _ranges_of(self, owners: Owners) -> list[dict[str, Range]]:
         if owners.key not in self._ranges:
-            sizes = {local: prod(shape) for local, shape in owners.parameters.items()}
+            shapes = owners.parameters.items()
+            sizes = {local: prod(shape) for local, shape in shapes if not is_frozen(local, self.frozen)}
             if self._known is not None:
                 everyone = (self._known[rank] for rank in owners.ranks)
                 ranges = [{local: own[local] for local in sizes if local in own} for own in everyone]
@@ -248,9 +263,18 @@ class StateLayout:
                 for chunk in by_chunk.values():
                     _share(chunk, self._has_own_bucket, ranges)
             else:
-                ranges = [{local: (0, size) for local, size in sizes.items()}] * len(owners.ranks)
+                ranges = [{local: (0, size) for local, size in sizes.items()} for _ in owners.ranks]
+            for local in owners.parameters.keys() - sizes.keys():
+                self._add_frozen(local, prod(owners.parameters[local]), ranges)
             self._ranges[owners.key] = ranges
         return self._ranges[owners.key]
+
+    def _add_frozen(self, local: str, size: int, ranges: list[dict[str, Range]]) -> None:
+        count = len(ranges) if self.distributed else 1
+        for index, own in enumerate(ranges):
+            start, end = (size * (index % count) // count, size * (index % count + 1) // count)
+            if start < end:
+                own[local] = start, end
 
     def _has_own_bucket(self, local: str) -> bool:
         """Return True for a tied embedding under pipeline parallelism, which megatron-core gives a separate bucket."""

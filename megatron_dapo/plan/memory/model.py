@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dapo.config.model_schema import PIECE_ELEMENTS
 from megatron_dapo.config.schema import Config
@@ -14,6 +14,8 @@ from megatron_dapo.plan.memory.parameters import (
     ITEM_SIZES,
     NUM_MOMENTS,
     RankParameters,
+    attention_parameters,
+    layers_of_stage,
     optimizer_share,
     own_share,
     rank_parameters,
@@ -115,8 +117,12 @@ def stage_memory(
 ) -> ModelMemory:
     """Return the memory of a trained model on each rank of a pipeline stage."""
     held = rank_parameters(architecture, config.parallel, stage, has_value_head)
+    trained = held
+    if has_value_head and config.critic.freeze:  # its attention
+        frozen = attention_parameters(architecture, config.parallel.tp_size)
+        trained = replace(held, dense=held.dense - layers_of_stage(architecture, config.parallel, stage) * frozen)
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
-    share = optimizer_share(config.parallel, held, processes)
+    share = optimizer_share(config.parallel, trained, processes)
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head
     working = working_bytes(config, architecture)
     head = head_bytes(config, architecture, kernels) if has_head else 0
@@ -126,7 +132,7 @@ def stage_memory(
     )
     return ModelMemory(
         weights=_weight_bytes(config, held),
-        gradients=FP32 * held.total,
+        gradients=FP32 * trained.total,
         main_params=main_param * share,
         moments=NUM_MOMENTS * FP32 * share,
         piece=bytes_each * min(share, max(PIECE_ELEMENTS, largest)) if config.optimizer.on_host else None,

@@ -54,10 +54,7 @@ def rank_parameters(
     """
     tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
     layers = layers_of_stage(architecture, parallel, stage)
-    query, groups = attention_sizes(architecture)
-    dense = hidden * (2 * query + 2 * groups) // tensor + architecture.num_norms * hidden
-    dense += (query + 2 * groups) // tensor * architecture.qkv_bias + 2 * architecture.head_dim * architecture.qk_norm
-    experts = 0
+    dense, experts = attention_parameters(architecture, tensor) + architecture.num_norms // 2 * hidden, 0
     if architecture.num_experts:
         dense += architecture.num_experts * hidden  # the router, whole on every rank
         num_local = architecture.num_experts // parallel.ep_size
@@ -70,6 +67,16 @@ def rank_parameters(
     has_output = is_last and not has_value_head and (stage > 0 or not architecture.tie_word_embeddings)
     outside = hidden * is_last + (hidden + 1) * (is_last and has_value_head)
     return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
+
+
+def attention_parameters(architecture: ModelArchitecture, tensor_parallel: int) -> int:
+    """Return the elements of a layer's attention on each rank, with half of the layer's norms."""
+    hidden = architecture.hidden_size
+    query, groups = attention_sizes(architecture)
+    matrices = hidden * (2 * query + 2 * groups) // tensor_parallel
+    biases = (query + 2 * groups) // tensor_parallel * architecture.qkv_bias
+    norms = architecture.num_norms // 2 * hidden + 2 * architecture.head_dim * architecture.qk_norm
+    return matrices + biases + norms
 
 
 def num_parameters(architecture: ModelArchitecture, has_value_head: bool = False) -> int:
