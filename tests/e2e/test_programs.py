@@ -44,6 +44,12 @@ BENCHMARKS: dict[str, Check] = {
         all(0 < row["share"] <= 1.1 * row["most"] for row in r["rows"])
         and r["rows"][0]["share"] < r["rows"][1]["share"]
     ),
+    "drafting.py": lambda r: (
+        # A larger draft never gives less, a repeated prompt more than a new one, and a past cannot give less than none.
+        all(row["accepted"] >= 1.0 for row in r["rows"])
+        and r["rows"][0]["accepted"] <= r["rows"][2]["accepted"]
+        and {row["prompts"] for row in r["rows"]} == {"new", "repeated"}
+    ),
     "collector_waste.py": lambda r: 0.5 < r["waste_ratio"] < 2.0,  # near 1; so few groups are off by chance
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
     "episodes.py": lambda r: r["num_turns"] == 192 and r["concurrency_vs_bound"] > 0.9 and r["driver_ms_per_turn"] > 0,
