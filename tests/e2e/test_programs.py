@@ -107,7 +107,8 @@ BENCHMARKS: dict[str, Check] = {
     "train_step.py": lambda r: r["rows"][0]["num_sequences"] == 4 and min(r["step_ratio"], r["step_ratio_padded"]) > 0,
     "value_learning.py": lambda r: 0 < r["value_error"] < 2,  # values lie between -1 and 1
     "weight_sync.py": lambda r: all(
-        abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 for row in r["transports"].values()
+        abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 and 0 < row["delta_bytes_ratio"] < 0.06
+        for row in r["transports"].values()
     ),
     "window_state.py": lambda r: min(r["size_ratio"], r["write_ratio"], r["read_ratio"]) > 0,
     "gpu/head.py --rounds 1 --warm-up 1": lambda r: (
