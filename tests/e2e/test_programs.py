@@ -105,6 +105,7 @@ BENCHMARKS: dict[str, Check] = {
         r["pairs"] > 300 and r["false_positives"] == r["false_negatives"] == 0 < r["math_verify_false_negatives"]
     ),
     "train_step.py": lambda r: r["rows"][0]["num_sequences"] == 4 and min(r["step_ratio"], r["step_ratio_padded"]) > 0,
+    "sao.py": lambda r: set(r["rows"]) == {"GRPO", "SAO"} and all(row["tokens"] > 1e4 for row in r["rows"].values()),
     "value_learning.py": lambda r: 0 < r["value_error"] < 2,  # values lie between -1 and 1
     "weight_sync.py": lambda r: all(
         abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 and 0 < row["delta_bytes_ratio"] < 0.06
