@@ -1,6 +1,7 @@
 """A simulated twin of asynchronous training: published steps against simulated ones, then the product's own schedules.
 
     python benchmarks/asynchrony.py [--json] [--tiny]
+    python benchmarks/asynchrony.py --ages RUN_DIR          the ages of a run's trained tokens against its twin's
 
 Engines are queues (`twin/simulation.py`): a decoding step lasts max(bytes / bandwidth, operations / peak) + fixed + per
 response, with the data sheet of an H20 and the shares of it that plans use. `twin/theirs.py` has verl's schedules as its
@@ -16,7 +17,7 @@ step. `published_max_error` is the largest |simulated / published - 1| of the st
 the shortest steps by start or guarded with a staleness of at most 1 and 2; `*_aborting_seconds` the shortest of those whose
 updates stop all requests. In flight is `sglang.update_pause = "in_place"`. Rows with `share` below 1 have that share of the
 batch and the engines. In every run accounts balance after every poll, no group is older than the bound, and none is trained
-twice; `max_length_bias` is the largest of all rows. `model_error` compares the model with the collectors.
+twice; `max_length_bias` is the largest of all rows but tail rounds. `model_error` compares the model with the collectors.
 
 `agents`: idle slots of an engine by the number of open episodes, and the number that (generating + acting) / generating
 asks for. `sensitivity`: each constant times 0.8 and 1.2, and the pairs of rows whose order changes.
@@ -29,12 +30,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import options
 from twin import agents, ours, schedules, theirs
 from twin.ours import Outcome, Settings
 from twin.published import FIT, FITTED, OTHERS, Row, compare, settings_of
+from twin.recorded import compare_ages
 
 AIM_OTHERS = 0.15
 TRAIN, LOG_PROBS, SYNC = 106.0, 53.9, 4.0
@@ -48,6 +51,7 @@ COLLECTED = {
     IN_FLIGHT: schedules.Schedule(PARTS, "guarded", keeps_cache=True),
 }
 WINDOW = 8192
+TAIL_ROW, TAIL_OVERSAMPLE = "tail rounds", 1.1
 SAME = 0.02  # rows that are no further apart have no order
 
 
@@ -112,6 +116,8 @@ def collector_rows(num_steps: int, divide: int) -> list[dict[str, Any]]:
                 rows.append(our_row(name, "collectors", divide, staleness, found))
         together = replace(given, engines=2 * given.engines, train=TRAIN + LOG_PROBS)
         rows.append(our_row("colocated", "collectors", divide, staleness, ours.colocated(together)))
+    tail = replace(setting(0, divide, 3 * num_steps), tail_rounds=True, oversample=TAIL_OVERSAMPLE)
+    rows.append(our_row(TAIL_ROW, "collectors", divide, 0, ours.disaggregated(tail)))
     for staleness in (0, 1):
         windows = replace(setting(staleness, divide, num_steps), window=WINDOW, oversample=1.0)
         rows.append(our_row("windows", "collectors", divide, staleness, ours.disaggregated(windows)))
@@ -208,7 +214,7 @@ def run(is_tiny: bool) -> dict[str, Any]:
         for staleness in (1, 2)
         for with_flight in (True, False)
     }
-    biases = [abs(row["length_bias"]) for row in [*real, *model] if row["length_bias"] is not None]
+    biases = [abs(row["length_bias"]) for row in [*real, *model] if row["length_bias"] is not None and row["row"] != TAIL_ROW]
     return {
         "benchmark": "asynchrony",
         "published_max_error": max(abs(row["error"]) for row in fitted),
@@ -239,7 +245,12 @@ def _model_errors(real: Sequence[Mapping[str, Any]], model: Sequence[Mapping[str
 
 
 def main() -> None:
-    arguments = options.parser(__doc__, "a sixteenth of the batch, a few steps").parse_args()
+    parser = options.parser(__doc__, "a sixteenth of the batch, a few steps")
+    parser.add_argument("--ages", type=Path, metavar="RUN_DIR", help="a run with all of its samples on record")
+    arguments = parser.parse_args()
+    if arguments.ages is not None:
+        options.show({"benchmark": "asynchrony", **compare_ages(arguments.ages)}, arguments)
+        return
     gc.disable()  # Millions of small objects without cycles: looking for those takes a sixth of the time.
     options.show(run(arguments.tiny), arguments)
 

@@ -3,6 +3,7 @@
 Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, a checkpoint every
 step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has beside the models:
 
+tail      prompts that were put off for a long round; killed in rounds of both kinds
 stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
 dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
@@ -134,6 +135,7 @@ STREAM = 'stream = "mini_batches"\nshuffle = false\n\n[algorithm.off_policy]\nco
 # Algorithm -> (further keys of [rollout], further keys of [training] and sections).
 ALGORITHMS = {
     "stream": (CARRIED, STREAM),
+    "tail": ("oversample = 1.5\ntail_rounds = true\nfilter_groups = false", ""),
     "episodes": (CARRIED, EPISODES.format(games=GAMES, name="Letters", max_turn_tokens=12)),
     "tools": (CARRIED, EPISODES.format(games=GAMES, name="Answers", max_turn_tokens=0)),
     "budget": ("budget = { enabled = true, min_size = 2, max_size = 12 }", ""),

@@ -11,7 +11,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +48,10 @@ class Settings:
     sync: float  # seconds of a weight update
     max_staleness: int = 0
     oversample: float = 1.0
-    ahead: float = 0.0  # batches started for later steps at most; 0: max_staleness
+    # Batches started for later steps at most; 0: max_staleness. Only colocated: elsewhere a collection waits for weights
+    # without a poll, and this clock would stand still.
+    ahead: float = 0.0
+    tail_rounds: bool = False
     window: int = 0  # tokens; 0: whole responses
     parts: int = 1  # mini-batches that are trained while the rest of the batch is generated; 1: whole batches
     order: Literal["start", "guarded"] = "start"
@@ -69,6 +72,7 @@ class Outcome:
     length_bias: float | None  # trained length / length of the groups in start order - 1; None: windows
     tokens_computed_again: float  # contexts of interrupted responses / generated tokens
     engines_busy: float
+    thrown_away: float = 0.0  # share of the generated tokens that tail rounds generate anew
 
 
 class Clock:
@@ -110,6 +114,7 @@ class SimulatedServers:
         self.prefix_reuse = PrefixReuse()
         self.num_computed_again = 0
         self.lengths: dict[int, list[int]] = {}  # by group number
+        self.first_groups: dict[int, int] = {}  # prompt -> the first group of it
         self._clock, self._settings = clock, settings
         self._requests: dict[str, GenerationRequest] = {}
         self._done: dict[str, int] = {}  # tokens of stopped responses
@@ -128,7 +133,7 @@ class SimulatedServers:
             self.num_computed_again += done
             self._requests[request.request_id] = request
             # A window ends before its response.
-            length = min(self._lengths(int(group))[int(index)], SCALE * request.sampling.max_new_tokens)
+            length = min(self._lengths(int(group), request.prompt_ids[0])[int(index)], SCALE * request.sampling.max_new_tokens)
             responses.append(Response(request.request_id, group, length, done, self._settings.lengths.prompt))
             self._open[group] += 1
         self.fleet.submit(responses)
@@ -167,9 +172,11 @@ class SimulatedServers:
         start = runs[-1].end if runs else 0
         return (*runs, VersionRange(start, shown, self.policy_version)) if shown > start else runs
 
-    def _lengths(self, group: int) -> list[int]:
+    def _lengths(self, group: int, prompt: int) -> list[int]:
         if group not in self.lengths:
-            self.lengths[group] = self._settings.lengths.of_group(group, self._settings.group_size)
+            first = self.first_groups.setdefault(prompt, group)
+            draw = group if group != first else 0
+            self.lengths[group] = self._settings.lengths.of_group(first, self._settings.group_size, draw)
         return self.lengths[group]
 
     def _ended(self, response: Response) -> Completion:
@@ -282,6 +289,7 @@ class Run:
         self.time = 0.0
         self.version = -1
         self.trained: list[list[tuple[int, int]]] = []  # by step: (group, age)
+        self.token_ages: list[Counter[int]] = []  # by step
         self.num_events = 0  # polls after which the accounts were checked
 
     def _collector(self) -> Collector:
@@ -290,7 +298,7 @@ class Run:
         names = [f"{number}" for number in range(NUM_PROMPTS)]
         inputs = CollectorInputs(
             stream=PromptStream(names, seed=0),
-            prompts={name: Prompt(name, (), (0,), "1") for name in names},
+            prompts={name: Prompt(name, (), (int(name),), "1") for name in names},
             engine=self.servers,
             scorer=SampleScorer(NoScore(), lambda token_ids: "", meter=NoScore()),  # type: ignore[arg-type]
             on_progress=lambda progress: self._check(),
@@ -302,6 +310,7 @@ class Run:
             filter_groups=False,
             oversample=settings.oversample,
             ahead=settings.ahead,
+            tail_rounds=settings.tail_rounds,
             max_staleness=settings.max_staleness,
             partial_rollout=settings.max_staleness > 0,
             order=settings.order,
@@ -325,6 +334,7 @@ class Run:
             for _ in range(settings.num_steps):
                 begin, waited = self.time, 0.0
                 self.trained.append([])
+                self.token_ages.append(Counter())
                 for _ in range(settings.parts):
                     before = self.time
                     batch = self._next_batch()
@@ -337,10 +347,15 @@ class Run:
         finally:
             self.clock.set(self.time, is_released=True)
             self.collector.close()
-        again = self.servers.num_computed_again / max(1, self.servers.fleet.num_tokens)
-        return outcome_of(
-            settings, steps, waits, self.trained, self.servers.lengths, again, self.servers.fleet.busy_share
+        servers, tokens = self.servers, max(1, self.servers.fleet.num_tokens)
+        again = servers.num_computed_again / tokens
+        found = outcome_of(
+            settings, steps, waits, self.trained, servers.lengths, again, servers.fleet.busy_share, servers.first_groups
         )
+        if not settings.tail_rounds:
+            return found
+        trained = sum(sum(servers.lengths[group]) for step in self.trained for group, _ in step)
+        return replace(found, thrown_away=1 - trained / tokens)
 
     @property
     def _is_idle(self) -> bool:
@@ -386,6 +401,9 @@ class Run:
     def _note(self, batch: RolloutBatch) -> None:
         ages = [(int(group.group_id), batch.training_version - group.policy_version) for group in batch.groups]
         self.trained[-1] += ages
+        for sample in (sample for group in batch.groups for sample in group.samples):
+            for run in sample.completion.versions:
+                self.token_ages[-1][batch.training_version - run.version] += run.end - run.start
 
 
 def outcome_of(
@@ -396,8 +414,12 @@ def outcome_of(
     lengths: Mapping[int, Sequence[int]],
     computed_again: float,
     busy: float,
+    first_groups: Mapping[int, int] | None = None,
 ) -> Outcome:
-    """Return the means of a run that trained (group, age) in each step; check that the bound holds and nothing repeats."""
+    """Return the means of a run that trained (group, age) in each step; check that the bound holds and nothing repeats.
+
+    `first_groups`: the first group of each prompt, if there are others.
+    """
     groups = [group for step in trained for group, _ in step]
     oldest = max(age for step in trained for _, age in step)
     assert oldest <= settings.max_staleness, f"a group was {oldest} versions old"
@@ -406,7 +428,8 @@ def outcome_of(
     counted = [pair for step in trained[settings.num_warm :] for pair in step]
     ages = [age for _, age in counted]
     in_order = range(settings.num_warm * settings.prompts, settings.num_steps * settings.prompts)
-    sampled = [length for group in in_order for length in lengths.get(group, ())]
+    fresh = in_order if first_groups is None else set(in_order) & set(first_groups.values())
+    sampled = [length for group in sorted(fresh) for length in lengths.get(group, ())]
     bias = float(np.mean([lengths[group] for group, _ in counted]) / np.mean(sampled) - 1)
     return Outcome(
         step=float(np.mean(steps[settings.num_warm :])),

@@ -307,9 +307,11 @@ class Lengths:
     prompt: int = 200  # tokens of a prompt
     seed: int = 0
 
-    def of_group(self, number: int, size: int) -> list[int]:
-        """Return the lengths of the responses of a group."""
+    def of_group(self, number: int, size: int, draw: int = 0) -> list[int]:
+        """Return the lengths of the responses of a group; another `draw` is of the same prompt."""
         shared, single = _scores(self.seed, number, size)
+        if draw:
+            single = np.random.default_rng((self.seed, number, draw)).standard_normal(size)
         own = math.sqrt(max(0.0, self.sigma**2 - self.prompt_sigma**2))
         logs = self.prompt_sigma * shared + own * single
         return np.clip(self.median * np.exp(logs), 1, self.longest).astype(int).tolist()

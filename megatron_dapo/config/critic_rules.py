@@ -81,6 +81,12 @@ CRITIC_RULES = (
         path="rollout.max_staleness",
     ),
     Rule(
+        "not rollout.tail_rounds",
+        "set rollout.tail_rounds = false",
+        when=_WINDOWS,
+        reason="a step waits for windows, not for the longest response",
+    ),
+    Rule(
         "rollout.ahead == 0",
         "set rollout.ahead = 0.0",
         when=_WINDOWS,

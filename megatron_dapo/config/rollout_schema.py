@@ -149,6 +149,11 @@ class RolloutConfig(Section):
     """Groups started for later batches, as a multiple of prompts_per_step: at most max_staleness. 0: max_staleness. Less
     trains younger responses: with 0.5 and max_staleness = 1, half of a batch is started by its own policy."""
 
+    tail_rounds: bool = False
+    """Tail batching for runs on policy: a batch trains the groups that end first of oversample times as many, and the other
+    prompts are put off. Once a batch of them waits, a long round samples them anew and trains all. Steps are shorter; their
+    responses are, too, and what is put off is thrown away."""
+
     replay_order: ReplayOrder = "oldest"
     """Order in which waiting groups are trained. oldest: those started first; none is passed over. newest: those
     started last. advantage: those with the largest spread of rewards. staleness: those of the newest policy. All but
@@ -200,6 +205,18 @@ class RolloutConfig(Section):
                 path="rollout.order",
                 when='rollout.order == "guarded"',
                 reason="it chooses among more groups than a batch has, by their end and their age",
+            )
+        if self.tail_rounds and not (
+            self.oversample > 1 and not self.max_staleness and not self.budget.enabled and self.dynamic_sampling == "hard"
+        ):
+            yield Rule(
+                'rollout.oversample > 1 and rollout.max_staleness == 0 and not rollout.budget.enabled and '
+                'rollout.dynamic_sampling == "hard"',
+                "set rollout.oversample = 1.1, rollout.max_staleness = 0, rollout.budget.enabled = false and "
+                'rollout.dynamic_sampling = "hard", or rollout.tail_rounds = false',
+                path="rollout.tail_rounds",
+                when="rollout.tail_rounds",
+                reason="surplus groups are put off; with staleness later batches train what they have",
             )
         if self.ahead > self.max_staleness:
             yield Rule(

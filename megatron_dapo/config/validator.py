@@ -176,7 +176,7 @@ def _schedule_rules(path: str, steps: str, condition: str) -> tuple[Rule, Rule]:
             f"{path}.warmup_steps < {steps}",
             f"set {path}.warmup_steps below {{{steps}}}",
             when=f"{decays} and {steps} >= 1",
-            reason=f"nothing would be left to decay over",
+            reason="nothing would be left to decay over",
         ),
         Rule(f"{path}.min_learning_rate <= {path}.learning_rate", f"lower {path}.min_learning_rate", when=decays),
     )
@@ -281,10 +281,17 @@ RULES = (
         reason="the first epoch is followed by prompts in order of their priority, without an end",
     ),
     Rule(
-        "rollout.oversample == 1 or rollout.max_staleness > 0",
+        "rollout.oversample == 1 or rollout.max_staleness > 0 or rollout.tail_rounds",
         'set rollout.oversample = 1.0, or rollout.max_staleness = 1 and algorithm.off_policy.correction = "tis"',
         when='algorithm.name != "tppo"',
         reason="surplus groups cannot be carried over and would be thrown away",
+    ),
+    Rule(
+        'training.stream == "off" and not data.injection.templates',
+        'set rollout.tail_rounds = false, or training.stream = "off" and data.injection.templates = []',
+        when="rollout.tail_rounds",
+        path="rollout.tail_rounds",
+        reason="mini-batches in the order in which groups end would be sorted by length, and rewrites are not put off",
     ),
     Rule(
         f"{_PUNISHMENT}.max_length <= rollout.max_response_tokens",

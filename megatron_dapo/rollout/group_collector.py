@@ -25,7 +25,8 @@ ended. With max_staleness = 0 nothing can be carried over: the few surplus group
 prompts are queued again.
 
 With rollout.order = "guarded", a batch after the first max_staleness takes groups as they are decided, and waits only for
-those that no later batch may train; see `age_guard`. rollout.ahead bounds how much is started for later batches.
+those that no later batch may train; see `age_guard`. rollout.ahead bounds how much is started for later batches. With
+rollout.tail_rounds it takes the first that end, and the others' prompts wait for a long round; see `tail_rounds`.
 
 A batch may be handed out in parts (training.stream): each has the next groups in start order, once those before them are
 decided. So the parts of a batch have the same groups in the same order as the whole batch would.
@@ -34,7 +35,6 @@ decided. So the parts of a batch have the same groups in the same order as the w
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,8 +55,9 @@ from megatron_dapo.rollout.lost_groups import LostGroups
 from megatron_dapo.rollout.open_group import OpenGroup, OpenGroups, open_group_from_json, open_group_to_json
 from megatron_dapo.rollout.prompt_source import PromptSource
 from megatron_dapo.rollout.scoring import score_groups, warn_of_lost
-from megatron_dapo.rollout.shortage import describe_shortage, rounds_are_exhausted
+from megatron_dapo.rollout.shortage import describe_shortage, round_size_of, rounds_are_exhausted
 from megatron_dapo.rollout.statistics import KEPT, UNSCORED, CollectStatistics, StatisticsBuilder
+from megatron_dapo.rollout.tail_rounds import TailRounds
 from megatron_dapo.types import Completion, FilterDecision, GenerationRequest, Group, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,6 @@ _MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
 
 def _group_id(group: Group | OpenGroup) -> str:
     return group.group_id
-
-
-def round_size_of(num_groups: int, config: RolloutConfig) -> int:
-    """Return the number of prompts in one generation round for a batch of `num_groups` groups."""
-    return math.ceil(num_groups * config.oversample)
 
 
 class GroupCollector(Collector):
@@ -110,6 +106,7 @@ class GroupCollector(Collector):
         self._runs_on = False  # groups stay in flight until the next collection, which follows at once
         self._builder = self._open.builder
         self._losses = LostGroups(inputs.losses, inputs.stream)
+        self._tail = TailRounds(config.tail_rounds)
         self._reported: set[Exhaustion] = set()  # shortages that this process has warned of
         self._shown: list[Group] = []  # the first groups that this collection left out
 
@@ -118,7 +115,7 @@ class GroupCollector(Collector):
     def _collect(self, num_groups: int, training_version: int | None, part_size: int) -> RolloutBatch:
         """Return exactly `num_groups` whole groups, or fewer if rounds or prompts run out; or a part of them."""
         if not self._num_handed_out:
-            self._begin(training_version)
+            self._begin(training_version, num_groups)
         self._num_groups = num_groups
         num_left = num_groups - self._num_handed_out
         size = min(part_size or num_left, num_left)
@@ -132,7 +129,7 @@ class GroupCollector(Collector):
                 self._receive_and_report(num_groups)
         return self._batch(num_groups, "")
 
-    def _begin(self, training_version: int | None) -> None:
+    def _begin(self, training_version: int | None, num_groups: int) -> None:
         """Begin the collection of a batch."""
         self._training_version = self._checked_version(training_version, self._buffer.max_staleness)
         self._builder = self._open.builder = StatisticsBuilder()
@@ -143,6 +140,7 @@ class GroupCollector(Collector):
         self._keep_for(self._training_version, stops=not runs_on)
         self._first_number = self._counters.num_started
         self._source.begin(self._training_version)
+        self._tail.begin(num_groups)
         self._counters.num_recent_decided *= _RECENT
         self._counters.num_recent_kept *= _RECENT
 
@@ -188,7 +186,7 @@ class GroupCollector(Collector):
         if self._rollout.dynamic_sampling == "hard":
             if self._is_guarded:
                 return len(self._buffer) >= num_groups and len(self._trainable()) >= num_groups
-            return self._num_available(self._open.first_id) >= num_groups
+            return self._num_available(self._last_id) >= num_groups
         # Without a refill, all started groups must be decided. If none is, the groups come from a batch given back.
         num_decided = sum(self._builder.filter_decisions.values())
         has_ended = not self._open and (not num_decided or num_decided >= num_groups)
@@ -221,6 +219,11 @@ class GroupCollector(Collector):
         num_left = self._num_groups - self._num_handed_out
         return trainable(groups, self._training_version, num_left, self._num_groups)
 
+    @property
+    def _last_id(self) -> str | None:
+        """Id of the group before which the batch's were started; None if it takes those that end first."""
+        return None if self._tail.takes_first_ended else self._open.first_id
+
     def _num_available(self, before: str | None = None) -> int:
         return self._buffer.num_available(self._training_version, before)
 
@@ -229,17 +232,19 @@ class GroupCollector(Collector):
         requests = self._open.resume()
         num_in_flight = self._open.num_in_flight
         exhausted: Exhaustion = ""
-        round_size, num_kept = round_size_of(num_groups, self._rollout), self._num_supplied(num_groups)
+        round_size = num_groups if self._tail.is_long else round_size_of(num_groups, self._rollout)
+        num_kept = self._num_supplied(num_groups)
         # The number of batches that may train a group started now, or the part of it that rollout.ahead allows.
         num_ahead = self._rollout.ahead or self._buffer.max_staleness
         num_batches = 1 + num_ahead - (self._training_version - self._engine.policy_version)
+        num_batches = self._rollout.oversample if self._tail.takes_first_ended else num_batches
         while num_kept + num_in_flight < round_size:
             if num_kept + self._keep_rate * num_in_flight >= num_batches * num_groups:
                 break
             if rounds_are_exhausted(self._rollout, round_size, self._builder.num_started, self._num_up_to_kept):
                 exhausted = "rounds"
                 break
-            drawn = self._source.next(num_groups)
+            drawn = self._tail.next(lambda: self._source.next(num_groups), self._rollout.group_size)
             if drawn is None:
                 exhausted = "prompts"
                 break
@@ -327,11 +332,11 @@ class GroupCollector(Collector):
 
     # Holding and queueing again
 
-    def _keep_for(self, training_version: int, stops: bool = True) -> None:
+    def _keep_for(self, training_version: int, stops: bool = True, puts_off: bool = False) -> None:
         """Keep every response and every buffered group that may train `training_version`.
 
         The other groups' prompts are queued again, ahead of fresh ones and in start order. `stops`: generation is stopped;
-        otherwise only if a response may not be kept.
+        otherwise only if a response may not be kept. `puts_off`: unfinished groups wait for a long round instead.
         """
         oldest_allowed = training_version - self._buffer.max_staleness
         given_up = self._open.hold(oldest_allowed) if stops or not self._open.are_fresh(oldest_allowed) else []
@@ -342,7 +347,8 @@ class GroupCollector(Collector):
             self._builder.add_stale(stale_group)
         dropped: list[OpenGroup | Group] = [*given_up, *stale]
         for group in sorted(dropped, key=_group_id):
-            self._stream.requeue(group.prompt.prompt_id)
+            is_put_off = puts_off and isinstance(group, OpenGroup)
+            (self._tail.put_off if is_put_off else self._stream.requeue)(group.prompt.prompt_id)
             self._counters.num_queued_again += 1
 
     def _queue_again(self, group: OpenGroup) -> None:
@@ -357,7 +363,8 @@ class GroupCollector(Collector):
         groups = self._take(num_groups - self._num_handed_out)
         # The next batch is the earliest that can train what is left.
         self._runs_on = self._is_followed()
-        self._keep_for(self._training_version + 1, stops=not self._runs_on)
+        self._keep_for(self._training_version + 1, not self._runs_on, self._tail.is_on)
+        self._tail.end()
         self._finish_source()
         num_before, self._num_handed_out = self._num_handed_out, 0
         batch = RolloutBatch(
@@ -386,7 +393,7 @@ class GroupCollector(Collector):
         if self._is_guarded:
             taken = self._buffer.take_these(self._trainable()[:size])
         else:
-            taken = self._buffer.take(size, self._training_version, self._open.first_id)
+            taken = self._buffer.take(size, self._training_version, self._last_id)
         self._num_begun_earlier += self._count_begun_earlier(taken)
         return tuple(sorted(taken, key=_group_id))
 
@@ -398,7 +405,7 @@ class GroupCollector(Collector):
             num_begun_earlier=num_begun_earlier,
             num_buffered=len(self._buffer),
             num_unfinished=len(self._open),
-            prompts=self._source.statistics(),
+            prompts={**self._source.statistics(), **self._tail.statistics()},
         )
 
     def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion) -> RolloutBatch:
@@ -454,6 +461,7 @@ class GroupCollector(Collector):
             "version": STATE_VERSION,
             "stream": self._stream.state_dict(),
             "source": self._source.state_dict(),
+            **({"tail": self._tail.state_dict()} if self._tail.is_on else {}),
             "buffer": self._buffer.state_dict(given_back=groups),
             "open_groups": [open_group_to_json(group) for group in self._open],
             "counters": self._counters_without(untrained),
@@ -469,6 +477,7 @@ class GroupCollector(Collector):
         self._open.clear()
         self._stream.load_state_dict(state["stream"])
         self._source.load_state_dict(state["source"])
+        self._tail.load_state_dict(state.get("tail", {}), self._stream.requeue)
         self._buffer.load_state_dict(state["buffer"])
         self._counters = GroupCounters(**state["counters"])
         self._num_handed_out = 0

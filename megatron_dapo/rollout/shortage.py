@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.rollout.batch import Exhaustion
 from megatron_dapo.rollout.statistics import StatisticsBuilder
 
 # With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
 MAX_FRUITLESS_ROUNDS = 100
+
+
+def round_size_of(num_groups: int, config: RolloutConfig) -> int:
+    """Return the number of prompts in one generation round for a batch of `num_groups` groups."""
+    return math.ceil(num_groups * config.oversample)
 
 
 def rounds_are_exhausted(config: RolloutConfig, round_size: int, num_started: int, num_up_to_kept: int) -> bool:

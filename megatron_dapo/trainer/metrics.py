@@ -17,7 +17,7 @@ from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.rollout.group_collector import round_size_of
+from megatron_dapo.rollout.shortage import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
 from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
@@ -191,13 +191,15 @@ def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
         "rollout/continued_tokens": reuse.num_tokens,
         "rollout/prefix_cached_share": reuse.cached_share,
         "rollout/tokens_unrouted": reuse.num_unrouted,
-        "rollout/draft_accepted": reuse.num_verified / max(1, reuse.num_verifications),
     }
 
 
 def prompt_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the "prompts/" section."""
-    names = ("skipped", "audited", "tokens_saved", "filter_precision", "filter_recall", "calibration_error")
+    names = (
+        *("skipped", "audited", "tokens_saved", "filter_precision", "filter_recall", "calibration_error"),
+        *("put_off", "is_long_round"),
+    )
     sizes = [len(group.samples) for group in batch.groups]
     return {
         **{f"prompts/{name}": batch.statistics.prompts.get(name, 0.0) for name in names},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-MODULES = ("simulation", "published", "theirs", "ours", "schedules", "agents")
+MODULES = ("simulation", "published", "theirs", "ours", "schedules", "agents", "recorded")
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +232,38 @@ def test_open_episodes_fill_the_slots_by_the_rule(twin: SimpleNamespace) -> None
     assert twin.agents.rule(episodes) == 32
     assert twin.agents.occupancy(episodes, 16).idle_share == pytest.approx(0.5, abs=0.03)
     assert twin.agents.occupancy(episodes, 32).idle_share < 0.15
+
+
+def test_tail_rounds_are_shorter_and_throw_away_what_they_put_off(twin: SimpleNamespace) -> None:
+    lengths = twin.Lengths(1000, 0.8, 16000, prompt_sigma=0.4, prompt=0)
+    given = constant(twin, lengths=lengths, prompts=16, train=6.0, num_steps=28)
+    plain = twin.disaggregated(twin.ours.Settings(**given))
+    tail = twin.disaggregated(twin.ours.Settings(**given, tail_rounds=True, oversample=1.25))
+    assert (tail.oldest, plain.thrown_away) == (0, 0.0)
+    assert tail.step < 0.95 * plain.step and 0.1 < tail.thrown_away < 0.4
+    assert tail.length_bias < -0.005 and abs(plain.length_bias) < 1e-6
+
+
+def record(group: int, index: int, step: int, age: int, length: int) -> dict[str, object]:
+    versions = [{"start": 0, "end": length, "version": step - 1 - age}]
+    return {"sample_id": f"{group:012d}/{index}", "train_step": step, "response_ids": [0] * length, "versions": versions}
+
+
+@pytest.mark.parametrize("age", [0, 1])
+def test_a_run_is_compared_with_its_twin_by_the_ages_of_tokens(twin: SimpleNamespace, tmp_path: Path, age: int) -> None:
+    """On policy every token is of age 0; a record that says otherwise is as far off as can be."""
+    rollout = {"engine": "embedded", "prompts_per_step": 2, "group_size": 2, "max_response_tokens": 64, "max_staleness": 0}
+    rollout |= {"oversample": 1.0, "ahead": 0.0, "tail_rounds": False, "order": "start"}
+    records = [
+        record(2 * step + group, index, 1 + step, age, 10 + 7 * index + step)
+        for step in range(5)
+        for group in range(2)
+        for index in range(2)
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"rollout": rollout, "sglang": {}}}))
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    found = twin.compare_ages(tmp_path)
+    assert found["simulated"]["0"] == 1.0 and found["total_variation"] == float(age) and found["steps"] == 3
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records[::2]))
+    with pytest.raises(ValueError, match="50% of the trained responses are on record"):
+        twin.compare_ages(tmp_path)

@@ -60,9 +60,6 @@ IN_FLIGHT = (
 OVER_NODES = (
     "rollout.engine=sglang sglang.placement=disaggregated sglang.weight_sync_transport=p2p sglang.tp_size=4 sglang.nodes_per_server=2"
 )
-DRAFTS = (
-    "rollout.engine=sglang sglang.drafting=history sglang.enable_deterministic_inference=false sglang.attention_backend=triton"
-)
 PUNISHMENT = "reward.overlong_punishment"
 
 
@@ -72,6 +69,7 @@ def punished(max_length: int) -> str:
 
 # The field to change, and the overrides that break one rule.
 STREAM = "training.stream=mini_batches training.shuffle=false"
+TAIL = "rollout.tail_rounds=true rollout.oversample=1.1"
 BROKEN = [
     ("training.shuffle", "training.stream=mini_batches"),
     ("training.epochs", f"{STREAM} training.epochs=2"),
@@ -100,6 +98,11 @@ BROKEN = [
     ("rollout.top_k", "rollout.top_k=20"),
     ("rollout.max_staleness", "rollout.max_staleness=1"),
     ("rollout.oversample", "rollout.oversample=1.5"),
+    ("rollout.tail_rounds", "rollout.tail_rounds=true"),
+    ("rollout.tail_rounds", f"{STALE} {TAIL}"),
+    ("rollout.tail_rounds", f"{TAIL} rollout.budget.enabled=true"),
+    ("rollout.tail_rounds", f"{TAIL} {STREAM}"),
+    ("rollout.tail_rounds", f"{TAIL} data.injection.templates=['noise']"),
     ("rollout.dynamic_sampling", "rollout.dynamic_sampling=soft rollout.filter_groups=false"),
     ("rollout.replay_order", "rollout.replay_order=newest"),
     ("rollout.budget.min_size", "rollout.budget.enabled=true rollout.budget.min_size=65"),
@@ -117,13 +120,6 @@ BROKEN = [
     ("sglang.nodes_per_server", f"{OVER_NODES} sglang.placement=colocated"),
     ("sglang.nodes_per_server", f"{OVER_NODES} sglang.weight_sync_transport=disk"),
     ("sglang.nodes_per_server", f"{GIVEN_SERVERS} sglang.tp_size=2 sglang.nodes_per_server=2"),
-    ("sglang.drafting", "sglang.drafting=history sglang.enable_deterministic_inference=false sglang.attention_backend=triton"),
-    ("sglang.drafting", f"{DRAFTS} sglang.enable_deterministic_inference=true"),
-    ("sglang.drafting", f"{DRAFTS} sglang.attention_backend=fa3"),
-    ("sglang.drafting", f"{DRAFTS} rollout.routing_replay=true"),
-    ("sglang.drafting", f"{OVER_NODES} {DRAFTS}"),
-    ("sglang.drafting", f"{GIVEN_SERVERS} {DRAFTS}"),
-    ("sglang.drafting", f"{IN_FLIGHT} {DRAFTS}"),
     ("sglang.ep_size", "rollout.engine=sglang sglang.tp_size=4 sglang.ep_size=3"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=3 parallel.ep_size=2"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=2"),
@@ -260,7 +256,6 @@ def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the
         IN_FLIGHT,
         f"{IN_FLIGHT} sglang.update_pause=in_place sglang.enable_deterministic_inference=false",
         OVER_NODES,
-        DRAFTS,
         "algorithm.loss.dual_clip=off",
         "evaluation.temperature=0 evaluation.num_samples=1",
         "data.eval_paths=[]",
@@ -489,6 +484,7 @@ _AHEAD = "rollout.engine=sglang sglang.placement=disaggregated rollout.max_stale
         ("tppo", "window.ignored_tail_tokens=16", "window.ignored_tail_tokens"),
         ("tppo", "rollout.filter_groups=true", "rollout.filter_groups"),
         ("tppo", "rollout.oversample=1.5", "rollout.oversample"),
+        ("tppo", "rollout.oversample=1.5 rollout.tail_rounds=true", "rollout.oversample rollout.tail_rounds"),
         ("tppo", f"{_AHEAD} rollout.max_staleness=2", "rollout.max_staleness"),
         ("tppo", f"{_AHEAD} sglang.placement=colocated", "rollout.max_staleness"),
         ("tppo", f"{_AHEAD} rollout.engine=embedded", "rollout.max_staleness"),
@@ -504,7 +500,11 @@ _AHEAD = "rollout.engine=sglang sglang.placement=disaggregated rollout.max_stale
 def test_rules_of_the_value_path(algorithm: str, overrides: str, path: str) -> None:
     base = f"algorithm.name={algorithm} window.tokens=16 rollout.filter_groups=false"
     assert validate(make(base)) == []
-    assert paths(make(f"{base} {overrides}")) == [path]
+    assert sorted(paths(make(f"{base} {overrides}"))) == path.split()
+
+
+def test_tail_rounds_are_for_runs_on_policy() -> None:
+    assert validate(make(TAIL)) == []
 
 
 def test_windows_may_overlap_on_servers_with_their_own_devices() -> None:
