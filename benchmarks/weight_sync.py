@@ -16,14 +16,16 @@ A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in 
     vs_mbridge    mbridge's seconds / ours
     vs_floor      our seconds / the floor's
 
-Medians. Our seconds end when every byte is in the engine's parameters. `with_verification_*` count the whole state
-machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
-compared; `verify_seconds` is the difference. `verified_vs_unverified` is that update over the same one without a
-checksum at either end, each run taking its turn; a server cannot leave its checksums out, so the key is null with
---engine-python. `delta_*`: verified updates that send only what changed, with 2 % of the elements changed since the
-version before; `delta_bytes_ratio` is their bytes over those of a full update. `checksum_gb_per_s`: the checksum of 66 MB compiled, by NumPy, and only reading them. The keys at the top
-are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
-`.venv-mbridge`, on top of this environment's packages.
+Medians; of the ratios to the floor and to an unverified update, medians of pairs that follow each other. Our seconds end
+when every byte is in the engine's parameters. `with_verification_*` count the whole state machine as it runs in training,
+from pause to serving, with the checksums of all parameters computed on both sides and compared; `verify_seconds` is the
+difference. `verified_vs_unverified` is that update over the same one without a checksum at either end, each run taking its
+turn; a server cannot leave its checksums out, so the key is null with --engine-python. `read_vs_unverified` is the same if
+both ends only read the weights once more, by torch's sum. `delta_*`: verified updates that send only what changed, 2 % of
+the elements since the version before; `delta_bytes_ratio` is their bytes over those of a full update.
+`checksum_gb_per_s`: the checksum of 66 MB compiled, by NumPy, and only reading them. The keys at the top are those of the
+first transport; each has its own under `transports`. mbridge is installed from its lock into `.venv-mbridge`, on top of
+this environment's packages.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +141,21 @@ def run_trainers(packages: Path, specification: Path, directory: Path, stack: Ex
 def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
     """The figures of one transport."""
     rows, median = result["rows"], statistics.median
-    ours = median(rows["bytes"][name])
-    verified = median(row["update"] for row in rows["ours"][name])
-    unverified = median(rows["unverified"][name])  # 0 with a server
+    ours, updates, unverified = rows["bytes"][name], [row["update"] for row in rows["ours"][name]], rows["unverified"][name]
+    has_unverified = min(unverified) > 0  # not with a server
+    seconds, verified = median(ours), median(updates)
     mbridge, floor = median(rows["mbridge"]), median(rows["floor"][name])
     received, shards = result["received_bytes"][name], result["shard_bytes"]
     full, *deltas = rows["deltas"][name]
     delta = median(row["update"] for row in deltas)
     return {
         "bytes_ratio": max(received[str(rank)] / size for rank, size in enumerate(shards)),
-        "vs_mbridge": mbridge / ours,
-        "vs_floor": ours / floor,
-        "seconds": ours,
-        "verify_seconds": verified - ours,
-        "verified_vs_unverified": verified / unverified if unverified else None,
+        "vs_mbridge": mbridge / seconds,
+        "vs_floor": median(map(truediv, ours, rows["floor"][name])),
+        "seconds": seconds,
+        "verify_seconds": verified - seconds,
+        "verified_vs_unverified": median(map(truediv, updates, unverified)) if has_unverified else None,
+        "read_vs_unverified": 1 + median(map(truediv, rows["read"][name], unverified)) if has_unverified else None,
         "with_verification_seconds": verified,
         "floor_seconds": floor,
         "with_verification_vs_mbridge": mbridge / verified,

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from mbridge_export import MbridgeExport
-from weight_sink import DEADLINE_S, SinkClient, SinkControl
+from weight_sink import DEADLINE_S, SinkClient, SinkControl, read_all
 
 from megatron_dapo.bridge import sync_plan as sync_plan_module
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena
@@ -50,7 +50,7 @@ from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import whole
 
 SEED = 0
-SIDES = ("ours", "unverified", "bytes", "floor")
+SIDES = ("ours", "unverified", "read", "bytes", "floor")
 CHANGED_SHARE = 0.02  # of the elements, from one version to the next; about what bf16 weights change at 1e-6
 RATE_SHAPE, RATE_RUNS = (18432, 896), 7  # 64 MiB in fp32
 Specification = dict[str, Any]
@@ -146,6 +146,15 @@ class Trainer:
             seconds = self.sync(name)["update"]
         self.count_in_engine(True)
         return seconds
+
+    def read(self) -> None:
+        """Only read the weights once at each end, the trainer's ranks first, as they are sent first."""
+        read_all(self.parameters().values())
+        dist.barrier()
+        for sink in self.sinks:
+            sink.start({"op": "read"})
+        for sink in self.sinks:
+            sink.wait()
 
     def count_in_engine(self, is_on: bool) -> None:
         for sink in self.sinks:
@@ -330,6 +339,7 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
         for name, floor in floors.items():
             rows["ours"][name].append(timed(lambda name=name: trainer.sync(name))[1])
             rows["unverified"][name].append(timed(lambda name=name: trainer.sync_unverified(name))[1])
+            rows["read"][name].append(timed(trainer.read)[0])
             rows["bytes"][name].append(trainer.bytes_alone(name))
             rows["floor"][name].append(timed(floor.copy)[0])
         if trainer.rank == 0:

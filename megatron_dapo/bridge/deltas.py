@@ -103,15 +103,23 @@ class Deltas:
         assert self.version is not None, "nothing is held yet"
         delta = Delta(self.plan, self._rank, self.version, self._slot_bytes)
         places: list[_Place] = []
-        pending: list[torch.Tensor] = []  # nothing waits for the device here
+        sums: list[torch.Tensor] = []  # nothing waits for the device before all are computed
+        views: list[tuple[_Place, CountedSlice]] = []  # on a device: counted in one pass
         for part, owned in self._parts.items():
             values = owned.write.read(sources, part[2])
             delta.changes[part] = change(values, self._held[part].to(values.device))
-            for (name, bounds), shape in owned.places.items():
-                places.append((part, name, bounds))
-                pending.append(slice_sums([CountedSlice(values.reshape(bounds.shape), bounds, shape)]))
-        numbers = torch.cat(pending).tolist() if pending else []
-        delta.sums.update(zip(places, numbers))
+            counted = {
+                (part, name, bounds): CountedSlice(values.reshape(bounds.shape), bounds, shape)
+                for (name, bounds), shape in owned.places.items()
+            }
+            if owned.write.is_view(sources, part[2]) and values.is_cuda:
+                views += counted.items()
+            else:  # while a cache holds it, or before the memory of the cast is used again
+                places += counted
+                sums.append(slice_sums(list(counted.values())))
+        places += [place for place, _ in views]
+        sums.append(slice_sums([counted for _, counted in views]).to(sums[0].device if sums else "cpu"))
+        delta.sums.update(zip(places, torch.cat(sums).tolist()))
         return delta
 
     def advance(self, version: int, delta: Delta | None, sources: Buffers) -> None:

@@ -70,6 +70,10 @@ class Write(NamedTuple):
         """Return the values in the engine's type; a view if no cast is needed."""
         return self.view(sources).to(dtype)
 
+    def is_view(self, sources: Buffers, dtype: torch.dtype) -> bool:
+        """Return True if `read` takes no memory."""
+        return not isinstance(sources, Fp8Weights) and sources[self.shard.local].dtype == dtype
+
 
 class _Packed(NamedTuple):
     """Buckets of one engine rank, and the writes that fill each."""
@@ -344,8 +348,7 @@ def write_chunks(
     counted: dict[Chunk, torch.Tensor] = {}  # on a device: in one pass at the end
     for write in sync_plan.writes(bucket, source):
         chunk, (shape, dtype) = write.chunk, specs[write.chunk.name]
-        view = write.view(sources)
-        values = view.reshape(chunk.bounds.shape)
+        values = write.view(sources).reshape(chunk.bounds.shape)
         size = chunk.bounds.volume * dtype.itemsize
         start = chunk.byte_offset - origin
         target = data[start : start + size].view(dtype).view(chunk.bounds.shape)
@@ -355,7 +358,7 @@ def write_chunks(
         elif values.is_cuda:
             values = values.to(dtype)
             target.copy_(values)
-            if values.dtype == view.dtype and not isinstance(sources, Fp8Weights):
+            if write.is_view(sources, dtype):
                 counted[chunk] = values
             else:  # before the memory of the cast is used again
                 expected.add(engine_ranks, {chunk: values})

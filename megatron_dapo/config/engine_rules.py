@@ -7,6 +7,7 @@ from megatron_dapo.config.section import Rule
 _SGLANG = 'rollout.engine == "sglang"'
 _GIVEN_BY_URL = f"{_SGLANG} and sglang.urls"
 _OVER_NODES = f"{_SGLANG} and sglang.nodes_per_server > 1"
+_DRAFTS = 'sglang.drafting != "off"'
 _IN_FLIGHT = f'{_SGLANG} and sglang.update_pause != "abort"'
 
 ENGINE_RULES = (
@@ -101,6 +102,48 @@ ENGINE_RULES = (
         when=_OVER_NODES,
         reason="shared memory and the replies of ranks that load a directory stay on one node",
         path="sglang.nodes_per_server",
+    ),
+    Rule(
+        f"{_SGLANG} and not sglang.urls",
+        'set sglang.drafting = "off", or rollout.engine = "sglang" without sglang.urls',
+        when=_DRAFTS,
+        reason="drafting is for servers that this run starts",
+        path="sglang.drafting",
+    ),
+    Rule(
+        "not sglang.enable_deterministic_inference",
+        'set sglang.enable_deterministic_inference = false, or sglang.drafting = "off"',
+        when=_DRAFTS,
+        reason="which numbers a response draws depends on what was drafted, not only on its seed",
+        path="sglang.drafting",
+    ),
+    Rule(
+        'sglang.update_pause == "abort"',
+        'set sglang.update_pause = "abort", or sglang.drafting = "off"',
+        when=_DRAFTS,
+        reason="labels of tokens have been proven only for those that are sampled one by one",
+        path="sglang.drafting",
+    ),
+    Rule(
+        "not rollout.routing_replay",
+        'set sglang.drafting = "off", or rollout.routing_replay = false',
+        when=_DRAFTS,
+        reason="the experts of drafts that are refused are not told from those of tokens",
+        path="sglang.drafting",
+    ),
+    Rule(
+        'sglang.attention_backend == "triton" or sglang.attention_backend == "flashinfer"',
+        'set sglang.attention_backend = "triton", or sglang.drafting = "off"',
+        when=_DRAFTS,
+        reason="drafts are trees, whose masks other kernels have not been seen to read",
+        path="sglang.drafting",
+    ),
+    Rule(
+        "sglang.nodes_per_server == 1",
+        'set sglang.nodes_per_server = 1, or sglang.drafting = "off"',
+        when=_DRAFTS,
+        reason="each rank of a server looks drafts up, and on several nodes they may differ",
+        path="sglang.drafting",
     ),
     # SGLang would abort every response that outgrows its cache, and the batch would never fill.
     Rule(

@@ -13,6 +13,7 @@ Quantization = Literal["none", "fp8"]
 AttentionBackend = Literal["", "fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native"]
 SamplingBackend = Literal["", "flashinfer", "pytorch"]
 UpdatePause = Literal["abort", "retract", "in_place"]
+Drafting = Literal["off", "history"]
 
 
 class SglangConfig(Section):
@@ -78,6 +79,21 @@ class SglangConfig(Section):
     and are sent again. retract: they stay in the server, which drops all keys and values and computes them again by the
     new weights. in_place: they stay with their keys and values, which the new weights then read; only later requests
     compute theirs anew. retract and in_place need SGLang 0.5.23."""
+
+    drafting: Drafting = "off"
+    """history: servers on GPUs guess next tokens from what the policy has said before, to these prompts and in these groups, and
+    verify several in one step (SGLang's NGRAM). Sampling stays what it is. Meant for the tail of a batch: with many
+    responses at a time verifying costs more than it saves."""
+
+    draft_tokens: Annotated[int, Bounds(ge=2)] = 8
+    """Tokens of each response that a decoding step verifies if drafting = history, the one that is certain included."""
+
+    draft_corpus_tokens: PositiveInt = 1_000_000
+    """Tokens of earlier responses that each server looks drafts up in. The prompts with the longest expected responses come
+    first; about 1 KB of host memory a token, twice while it is renewed."""
+
+    draft_age: PositiveInt = 100
+    """Policy versions after which earlier responses to a prompt are dropped. An epoch, if prompts are visited in each."""
 
     quantization: Quantization = "none"
     """none: servers hold the weights in model.dtype. fp8: servers hold their linear layers in e4m3 with one scale per

@@ -27,11 +27,13 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class PrefixReuse:
     """Tokens of the contexts (prompt and response so far) of continued responses, and how many of them were cached; new tokens
-    that an abort lost."""
+    that an abort lost; what drafts saved."""
 
     num_tokens: int = 0
     num_cached: int = 0  # tokens whose keys and values were not computed again
     num_unrouted: int = 0  # new tokens of aborted answers that did not say their experts, generated again
+    num_verified: int = 0  # tokens of decoding steps that verified drafts
+    num_verifications: int = 0  # these steps, summed over responses
 
     def __add__(self, other: PrefixReuse) -> PrefixReuse:
         return PrefixReuse(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))

@@ -55,6 +55,13 @@ CLUSTER_RULES = (
         path="parallel",
     ),
     Rule(
+        _ON_GPUS,
+        'set sglang.drafting = "off"',
+        when=f'{_STARTED} and sglang.drafting != "off"',
+        reason="on a CPU SGLang verifies drafts greedily: responses would be the likeliest tokens, not samples",
+        path="sglang.drafting",
+    ),
+    Rule(
         "sglang.ranks_per_node <= gpus_per_node",
         "set sglang.nodes_per_server = {ceil(sglang.tp_size / gpus_per_node)} with disaggregated servers and p2p, or "
         "sglang.tp_size = {gpus_per_node * sglang.nodes_per_server} or less",

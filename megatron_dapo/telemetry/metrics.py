@@ -84,6 +84,7 @@ _STEP = [
             "tokens",
             "new tokens of aborted answers without their experts, generated again (rollout.routing_replay)",
         ),
+        ("draft_accepted", "tokens", "tokens that a decoding step gave a response, drafts included (sglang.drafting; 0: off)"),
         ("tokens_discarded", "tokens", "response tokens thrown away unjudged or too stale"),
         ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
         ("accuracy_generated", "fraction", "mean accuracy of all responses generated for this step"),

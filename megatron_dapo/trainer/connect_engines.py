@@ -135,6 +135,8 @@ def sglang_engine(config: Config, clients: Sequence[SglangClient]) -> SglangEngi
         abort_s=config.sglang.abort_timeout_seconds,
         routing=routing,
         update_pause=config.sglang.update_pause,
+        draft_corpus_tokens=config.sglang.draft_corpus_tokens if config.sglang.drafting != "off" else 0,
+        draft_age=config.sglang.draft_age,
     )
     return SglangEngine(clients, settings)
 

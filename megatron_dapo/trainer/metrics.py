@@ -191,6 +191,7 @@ def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
         "rollout/continued_tokens": reuse.num_tokens,
         "rollout/prefix_cached_share": reuse.cached_share,
         "rollout/tokens_unrouted": reuse.num_unrouted,
+        "rollout/draft_accepted": reuse.num_verified / max(1, reuse.num_verifications),
     }
 
 

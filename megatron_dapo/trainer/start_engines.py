@@ -273,6 +273,8 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         seeded=sglang.enable_deterministic_inference,
         routing=config.rollout.routing_replay,
         update_pause=sglang.update_pause,
+        draft_tokens=sglang.draft_tokens if sglang.drafting != "off" else 0,
+        draft_corpus_tokens=sglang.draft_corpus_tokens,
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),

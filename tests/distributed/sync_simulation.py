@@ -252,11 +252,21 @@ class World:
         places = [engine // engines_per_node % self.nodes.num_nodes for engine in range(num_engines)]
         self.leaders = [self.nodes.ranks_of(place)[0] for place in places]
 
-    def weights(self, version: int) -> list[Tensors]:
-        """Local buffers of every trainer rank at a version; replicas agree because they are cut from one model."""
-        generator = torch.Generator().manual_seed(1000 + version)
-        model = {n: torch.randn(spec.shape, generator=generator) for n, spec in self.source.tensors.items()}
+    def weights(self, version: int, share: float = 1.0) -> list[Tensors]:
+        """Local buffers of every trainer rank at a version; replicas agree because they are cut from one model.
+
+        `share`: of the elements that are the version's own; the others are those of version 0.
+        """
+        model, base = self._model(version), self._model(0)
+        generator = torch.Generator().manual_seed(version)
+        for name, values in model.items():
+            own = torch.rand(values.shape, generator=generator) < share
+            model[name] = torch.where(own, values, base[name])
         return [self.shards(model, rank) for rank in range(self.size)]
+
+    def _model(self, version: int) -> Tensors:
+        generator = torch.Generator().manual_seed(1000 + version)
+        return {n: torch.randn(spec.shape, generator=generator) for n, spec in self.source.tensors.items()}
 
     def shards(self, model: Tensors, rank: int) -> Tensors:
         """A rank's local buffers, cut from Hugging Face tensors."""

@@ -158,7 +158,8 @@ def corrupted_bytes(strike: EngineStrike) -> None:
 
     def accept(sync_id: str, bucket: Bucket, data: torch.Tensor) -> int:
         if bucket.index == command["bucket"]["index"]:
-            data[chunks[0][0]] ^= 1 << strike.random.randrange(8)
+            # The offset of a chunk is that of full updates; a delta has fewer bytes.
+            data[chunks[0][0] % data.numel()] ^= 1 << strike.random.randrange(8)
         return original(sync_id, bucket, data)
 
     receiver.accept = accept
@@ -287,18 +288,20 @@ class FaultyTransport(SharedMemoryTransport):
                 fault.fired = True
                 raise SystemExit
             if fault.kind == "sender fails":
-                buckets = [
-                    b for e in state.engines for r in self.plan.ranks_of(e) for b in self.plan.buckets(r)[index:][:1]
-                ]
+                plan, delta = state.request.plan(self.plan), state.request.delta
+                buckets = [b for e in state.engines for r in plan.ranks_of(e) for b in plan.buckets(r)[index:][:1]]
                 fault.fired = any(self.rank in bucket.segments for bucket in buckets)
                 sources = {}
+                if delta is not None:
+                    delta.changes.clear()
         super()._round(state, index, sources)
 
 
 class Trial:
     """Engines and trainer ranks that go through many updates."""
 
-    def __init__(self, number: int, directory: Path) -> None:
+    def __init__(self, number: int, directory: Path, full_interval: int) -> None:
+        self.full_interval = full_interval
         tensor_parallel, num_engines = ((2, 1), (1, 2))[number % 2]
         architecture = small_architecture(bool(number % 4 < 2), num_hidden_layers=1, hidden_size=8, vocab_size=67)
         parallel = ParallelLayout(2, tensor=2) if number % 3 else ParallelLayout(2)
@@ -318,6 +321,7 @@ class Trial:
         self.version = 0
         self.fired: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+        self.deltas: Counter[str] = Counter()  # of those that fired
         self.longest_s = 0.0
         self.start_trainer()
         self.recover()
@@ -330,11 +334,16 @@ class Trial:
         self.version += 1
         session = f"life {self.version}"
         self.updates = self.world.updates(
-            self.engines, self.directory, PATIENT, transport_of=FaultyTransport, session=session
+            self.engines,
+            self.directory,
+            PATIENT,
+            transport_of=FaultyTransport,
+            session=session,
+            full_interval=self.full_interval,
         )
 
     def weights(self) -> list[dict[str, torch.Tensor]]:
-        weights = self.world.weights(self.version)
+        weights = self.world.weights(self.version, 1.0 if self.full_interval == 1 else 0.02)
         self.truth.expected[self.version] = self.world.expected(weights)
         return weights
 
@@ -390,6 +399,7 @@ class Trial:
             return
         first = outcomes[0]
         assert not isinstance(first, Exception), first
+        self.deltas[kind] += fault.fired and first.is_delta
         assert {e: (r.state, r.reason) for e, r in first.engines.items()} == {
             e: (r.state, r.reason) for e, r in outcomes[1].engines.items()
         }
@@ -434,9 +444,12 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a thousand take three minutes on two idle cores; a hang meets the limit of its update
-@pytest.mark.parametrize("num_faults", [100, pytest.param(1000, marks=pytest.mark.long)])
-def test_faults_of_every_kind(num_faults: int, tmp_path: Path) -> None:
-    trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
+@pytest.mark.parametrize(
+    ("num_faults", "full_interval"),
+    [(100, 1), (100, 3), *(pytest.param(1000, interval, marks=pytest.mark.long) for interval in (1, 3))],
+)
+def test_faults_of_every_kind(num_faults: int, full_interval: int, tmp_path: Path) -> None:
+    trials = [Trial(number, tmp_path, full_interval) for number in range(NUM_WORLDS)]
     errors: list[BaseException] = []
 
     def live(trial: Trial, number: int) -> None:
@@ -461,5 +474,7 @@ def test_faults_of_every_kind(num_faults: int, tmp_path: Path) -> None:
     print("fired", dict(fired), "unserved", dict(failed), "longest", max(trial.longest_s for trial in trials))
     assert sum(fired.values()) >= num_faults and min(fired[kind] for kind in KINDS) >= num_faults // 50, fired
     assert all(failed[kind] >= fired[kind] for kind in MUST_FAIL), (fired, failed)
+    deltas = sum((trial.deltas for trial in trials), Counter())
+    assert (min(deltas[kind] for kind in KINDS if kind != "killed sender") > 0) == (full_interval > 1), deltas
     assert max(trial.longest_s for trial in trials) < LONGEST_HASTY_S
     assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas are left behind"

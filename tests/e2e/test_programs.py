@@ -44,6 +44,12 @@ BENCHMARKS: dict[str, Check] = {
         all(0 < row["share"] <= 1.1 * row["most"] for row in r["rows"])
         and r["rows"][0]["share"] < r["rows"][1]["share"]
     ),
+    "drafting.py": lambda r: (
+        # A larger draft never gives less, a repeated prompt more than a new one, and a past cannot give less than none.
+        all(row["accepted"] >= 1.0 for row in r["rows"])
+        and r["rows"][0]["accepted"] <= r["rows"][2]["accepted"]
+        and {row["prompts"] for row in r["rows"]} == {"new", "repeated"}
+    ),
     "collector_waste.py": lambda r: 0.5 < r["waste_ratio"] < 2.0,  # near 1; so few groups are off by chance
     "diversity.py": lambda r: r["seeds"][0]["diverse"]["examples"] == r["seeds"][0]["random"]["examples"] > 0,
     "episodes.py": lambda r: r["num_turns"] == 192 and r["concurrency_vs_bound"] > 0.9 and r["driver_ms_per_turn"] > 0,
@@ -99,9 +105,11 @@ BENCHMARKS: dict[str, Check] = {
         r["pairs"] > 300 and r["false_positives"] == r["false_negatives"] == 0 < r["math_verify_false_negatives"]
     ),
     "train_step.py": lambda r: r["rows"][0]["num_sequences"] == 4 and min(r["step_ratio"], r["step_ratio_padded"]) > 0,
+    "sao.py": lambda r: set(r["rows"]) == {"GRPO", "SAO"} and all(row["tokens"] > 1e4 for row in r["rows"].values()),
     "value_learning.py": lambda r: 0 < r["value_error"] < 2,  # values lie between -1 and 1
     "weight_sync.py": lambda r: all(
-        abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 for row in r["transports"].values()
+        abs(row["bytes_ratio"] - 1) < 0.01 and row["verified_vs_unverified"] > 0 and 0 < row["delta_bytes_ratio"] < 0.06
+        for row in r["transports"].values()
     ),
     "window_state.py": lambda r: min(r["size_ratio"], r["write_ratio"], r["read_ratio"]) > 0,
     "gpu/head.py --rounds 1 --warm-up 1": lambda r: (

@@ -316,6 +316,18 @@ class SglangClient:
         body = {"new_version": str(version), "abort_all_requests": False}
         self._call("POST /update_weight_version", body, self.timeouts.control_s, retries=_NUM_RETRIES)
 
+    # Drafting
+
+    def replace_corpus(self, corpus_id: str, documents: Sequence[str]) -> None:
+        """Make documents the only corpus that drafts are looked up in; none without documents."""
+        if documents:
+            body = {"corpus_id": corpus_id, "documents": list(documents)}
+            self._call("POST /add_external_corpus", body, self.timeouts.update_s)
+        found = self._call("GET /list_external_corpora", None, self.timeouts.control_s)
+        for other in found.get("corpus_token_counts") or {}:
+            if other != corpus_id:
+                self._call("POST /remove_external_corpus", {"corpus_id": other}, self.timeouts.control_s)
+
     # HTTP
 
     def _call(self, endpoint: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:

@@ -45,6 +45,7 @@ from megatron_dapo.engines.sglang.client import (
     EngineTimeout,
     SglangClient,
 )
+from megatron_dapo.engines.sglang.corpora import Drafts
 from megatron_dapo.engines.sglang.dispatcher import Attempt, HttpDispatcher, Outcome, Probed
 from megatron_dapo.engines.sglang.wire import Generation, LabeledTokens
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, VersionRange
@@ -70,6 +71,8 @@ class SglangEngineSettings:
     abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # the trained model's, for requests that want it; None: it has no experts
     update_pause: UpdatePause = "abort"  # the mode that the servers were started for
+    draft_corpus_tokens: int = 0  # of earlier responses, for servers that draft; 0: they do not
+    draft_age: int = 100  # policy versions after which those are dropped
 
 
 @dataclass
@@ -157,6 +160,9 @@ class SglangEngine:
         self._ready: list[tuple[int, Completion]] = []
         self._affinity: dict[Hashable, _Server] = {}  # server that a prompt, or a request of an affinity, was last sent to
         self._mean_length = 0.0  # mean over responses, 0 before the first
+        self._drafts: Drafts | None = None
+        if settings.draft_corpus_tokens:
+            self._drafts = Drafts(len(clients), settings.draft_corpus_tokens, settings.draft_age, self._name)
         self._refusal: EngineError | None = None
         self._first_problem: EngineError | None = None
 
@@ -190,6 +196,8 @@ class SglangEngine:
         self._version = version
         for server in self._servers:  # while they were paused they answered nothing
             server.last_sign = time.monotonic()
+            if self._drafts is not None and server.is_alive:
+                self._drafts.renew(server.index, server.client, version)
 
     # Servers
 
@@ -211,6 +219,8 @@ class SglangEngine:
         if self._servers[index].is_alive:
             raise ValueError(f"server {index} ({self._servers[index].client.name}) is alive; mark it dead first")
         self._servers[index] = _Server(index, client)
+        if self._drafts is not None:
+            self._drafts.history.forget_loaded(index)
         if not self.failed_servers:
             self._first_problem = None
 
@@ -317,10 +327,15 @@ class SglangEngine:
         """
         has_room = self._with_room()
         for key in _affinity_of(request):
-            preferred = self._affinity.get(key)
+            preferred = self._affinity.get(key) or self._with_past(request)
             if preferred in has_room and preferred.num_tokens + self._cost(request) <= even * 9 / 8:
                 return preferred
         return min(has_room, key=lambda server: server.num_tokens, default=None)
+
+    def _with_past(self, request: GenerationRequest) -> _Server | None:
+        """Return the server whose drafts know a request's prompt."""
+        index = self._drafts.history.server_of(request.prompt_ids) if self._drafts is not None else None
+        return None if index is None else self._servers[index]
 
     @property
     def _expects_news(self) -> bool:
@@ -403,6 +418,9 @@ class SglangEngine:
             _LENGTH_MEMORY if self._mean_length else 1.0
         )
         self.statistics.num_completions += 1
+        # The turns of an episode have contexts of their own, which do not come again.
+        if self._drafts is not None and not job.request.affinity:
+            self._drafts.history.note(job.request.prompt_ids, completion.token_ids, job.server.index, self._version)
         del self._jobs[completion.request_id]
         self._ready.append((job.order, completion))
 
@@ -410,6 +428,10 @@ class SglangEngine:
         counts, num_read = self.statistics, context_length(request)
         counts.num_tokens += len(generation.token_ids)
         counts.prefix_reuse += PrefixReuse(num_unrouted=generation.num_unrouted)
+        if generation.num_verifications:
+            # The first token comes from the pass that reads the prompt.
+            num_new, num_steps = len(generation.token_ids) - 1, generation.num_verifications
+            counts.prefix_reuse += PrefixReuse(num_verified=num_new, num_verifications=num_steps)
         if request.prefix is not None:
             counts.prefix_reuse += PrefixReuse(num_read, generation.num_cached)
         else:

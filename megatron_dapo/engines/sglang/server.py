@@ -27,6 +27,7 @@ import httpx
 from megatron_dapo.affinity import all_cpus
 from megatron_dapo.config.sglang_schema import UpdatePause
 from megatron_dapo.engines.sglang import protocol
+from megatron_dapo.engines.sglang.drafting import TOKENIZER, drafting_problem, write_tokenizer
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree, remove_leftovers
@@ -62,6 +63,7 @@ class Expectation:
     """The model and mode a server must serve.
 
     `seeded`: its deterministic mode is on. `routing`: it can return experts. `update_pause`: a pause that its labels must bear.
+    `drafts`: it verifies drafts by sampling.
     """
 
     architecture: str
@@ -71,6 +73,7 @@ class Expectation:
     seeded: bool = False
     routing: bool = False
     update_pause: UpdatePause = "abort"
+    drafts: bool = False
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Expectation:
@@ -85,7 +88,7 @@ class Expectation:
                 "Hugging Face checkpoint directory"
             ) from error
         dtype, tensor_parallel = DTYPE_NAMES[settings.dtype], settings.tensor_parallel
-        modes = settings.seeded, settings.routing, settings.update_pause
+        modes = settings.seeded, settings.routing, settings.update_pause, settings.draft_tokens > 0
         return cls(architecture, vocab_size, dtype, tensor_parallel, *modes)
 
 
@@ -106,6 +109,7 @@ class ServerInfo:
     routing: bool
     overlaps: bool
     weight_loaders: tuple[str, ...]
+    drafting_problem: str = ""  # why its drafts would change what is sampled, or that there are none
 
 
 def open_http(url: str, key_file: Path) -> httpx.Client:
@@ -212,6 +216,8 @@ class SglangServer(AttachedServer):
         scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         try:
             log = _new_log(settings.log_dir, index, settings.node_rank)
+            if settings.draft_tokens:
+                write_tokenizer(scratch / TOKENIZER, expectation.vocab_size)
             process = _spawn(settings, ports, scratch, log)
         except BaseException:
             _discard(ports, scratch)
@@ -357,6 +363,8 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
         wrong.append("no experts in its answers: start it with --enable-return-routed-experts")
     if expectation.update_pause == "in_place" and info.overlaps:
         wrong.append("it launches batches ahead of a pause: start it with --disable-overlap-schedule")
+    if expectation.drafts and info.drafting_problem:
+        wrong.append(info.drafting_problem)
     if WEIGHT_LOADER not in info.weight_loaders:
         wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
     if wrong:
@@ -414,6 +422,7 @@ def _server_info(url: str, http: httpx.Client, api_version: ApiVersion) -> Serve
             routing=bool(server.get("enable_return_routed_experts")),
             overlaps=not server.get("disable_overlap_schedule"),
             weight_loaders=tuple(server.get("custom_weight_loader") or ()),
+            drafting_problem=drafting_problem(server),
         )
     except (KeyError, TypeError) as error:
         raise EngineStartError(f"{url} does not answer like a SGLang server: {error!r}") from error

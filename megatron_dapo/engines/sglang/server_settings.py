@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatron_dapo.config.rules import is_loopback
 from megatron_dapo.config.sglang_schema import UpdatePause
+from megatron_dapo.engines.sglang.drafting import TOKENIZER, drafting_arguments
 
 WEIGHT_LOADER = "megatron_dapo.bridge.protocol.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
@@ -99,6 +100,10 @@ class ServerSettings:
     """What weight syncs will do with running requests."""
     cpu_overlap: bool = False
     """Launch a batch before the last one's tokens are known, as on a GPU. On a CPU it only costs time."""
+    draft_tokens: int = 0
+    """Tokens that a decoding step verifies of each response; 0: nothing is drafted."""
+    draft_corpus_tokens: int = 0
+    """Tokens of the corpus that drafts are looked up in."""
     quantization: Quantization = "none"
     """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the checkpoint's config.json says."""
     random_weights: bool = False
@@ -166,9 +171,13 @@ def command(
             "node-rank": settings.node_rank,
             "dist-init-addr": meeting.init_address,
         }
-    # Token ids in, token ids out: the server needs no tokenizer.
     # Without sleep-on-idle a scheduler takes a whole core while it waits.
-    switches = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle"]
+    switches = ["skip-server-warmup", "sleep-on-idle"]
+    if settings.draft_tokens:
+        tokenizer = scratch / TOKENIZER
+        arguments |= drafting_arguments(settings.draft_tokens, settings.draft_corpus_tokens, tokenizer)
+    else:  # token ids in, token ids out
+        switches.append("skip-tokenizer-init")
     if settings.seeded:
         switches.append("enable-deterministic-inference")
     if settings.routing:

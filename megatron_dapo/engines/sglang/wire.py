@@ -54,6 +54,7 @@ class Generation:
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # for the whole sequence, see Completion
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
+    num_verifications: int = 0  # decoding steps that verified drafts for it
     labels: tuple[LabeledTokens, ...] = ()  # in order, one for every run of tokens; empty from servers that label only whole answers
 
 
@@ -143,7 +144,8 @@ def parse_generation(
             routed = _routing(experts, num_read + len(token_ids) - 1 - len(known), routing)
             if len(known):
                 routed = np.concatenate((known, routed))
-        return Generation(token_ids, logprobs, reason, version, num_cached, routed, labels=labels)
+        steps = _num_verifications(meta.get("spec_verify_ct"), len(token_ids))
+        return Generation(token_ids, logprobs, reason, version, num_cached, routed, num_verifications=steps, labels=labels)
     except AnswerError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # the parser's own
@@ -329,6 +331,16 @@ def _num_cached(value: Any, num_read: int) -> int:
         return 0
     if type(value) is not int or not 0 <= value <= num_read:
         raise AnswerError(f"cached_tokens is {str(value)[:60]} of {num_read} tokens read")
+    return value
+
+
+def _num_verifications(value: Any, num_tokens: int) -> int:
+    """Return the decoding steps that verified drafts; 0 from servers that draft nothing. Each gives a token or more."""
+    if value is None:
+        return 0
+    # The first token comes from the prompt; the last step may end beyond a stop token.
+    if type(value) is not int or not 0 <= value <= num_tokens + 1:
+        raise AnswerError(f"spec_verify_ct is {str(value)[:60]} of {num_tokens} tokens")
     return value
 
 

@@ -32,6 +32,7 @@ from megatron_dapo.rounding import GIB
 FRAGMENTATION = 0.05  # share of the trainer's tensors lost to allocator fragmentation
 TRAINER_PROCESS = 4 * GIB  # host memory of a trainer process without its tensors: libraries and CUDA's mappings
 SERVER_PROCESS = 5 * GIB  # host memory of a server's rank
+DRAFT_TOKEN = 1024  # host memory of a token in the corpus of a server's rank that drafts: an order of magnitude
 NUM_SLOTS = 2  # buckets in memory per engine rank during a weight sync
 
 # User of the GPU: trainer and engine in turns, or only one of them.
@@ -255,6 +256,8 @@ def _host_bytes(
     if engine:
         ranks = sglang.servers_per_node * sglang.ranks_per_node
         num_bytes += ranks * SERVER_PROCESS
+        if sglang.drafting != "off":  # the next corpus is built next to the last one
+            num_bytes += ranks * 2 * sglang.draft_corpus_tokens * DRAFT_TOKEN
         if sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "host":
             num_bytes += ranks * NUM_SLOTS * min(sglang.weight_sync_bucket_mb << 20, engine.weights)
     if sglang.weight_sync_full_interval > 1:  # what was sent last

@@ -184,6 +184,12 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         "[sglang]\ntp_size = 16\nservers_per_node = 1",
         ("sglang.tp_size = 16", "gpus_per_node = 8", "set sglang.nodes_per_server = 2 with disaggregated servers"),
     ),
+    "drafts on CPUs": (
+        "colocated_16nodes",
+        '[sglang]\ndrafting = "history"\nenable_deterministic_inference = false\nattention_backend = "triton"',
+        ("sglang.drafting = 'history'", "SGLang verifies drafts greedily", 'set sglang.drafting = "off"'),
+        Machines(num_nodes=16, gpus_per_node=0),
+    ),
     "servers over nodes that do not fill them": (
         "disaggregated_16nodes",
         "[sglang]\ntp_size = 8\nnodes_per_server = 2",

@@ -60,6 +60,9 @@ IN_FLIGHT = (
 OVER_NODES = (
     "rollout.engine=sglang sglang.placement=disaggregated sglang.weight_sync_transport=p2p sglang.tp_size=4 sglang.nodes_per_server=2"
 )
+DRAFTS = (
+    "rollout.engine=sglang sglang.drafting=history sglang.enable_deterministic_inference=false sglang.attention_backend=triton"
+)
 PUNISHMENT = "reward.overlong_punishment"
 
 
@@ -120,6 +123,13 @@ BROKEN = [
     ("sglang.nodes_per_server", f"{OVER_NODES} sglang.placement=colocated"),
     ("sglang.nodes_per_server", f"{OVER_NODES} sglang.weight_sync_transport=disk"),
     ("sglang.nodes_per_server", f"{GIVEN_SERVERS} sglang.tp_size=2 sglang.nodes_per_server=2"),
+    ("sglang.drafting", "sglang.drafting=history sglang.enable_deterministic_inference=false sglang.attention_backend=triton"),
+    ("sglang.drafting", f"{DRAFTS} sglang.enable_deterministic_inference=true"),
+    ("sglang.drafting", f"{DRAFTS} sglang.attention_backend=fa3"),
+    ("sglang.drafting", f"{DRAFTS} rollout.routing_replay=true"),
+    ("sglang.drafting", f"{OVER_NODES} {DRAFTS}"),
+    ("sglang.drafting", f"{GIVEN_SERVERS} {DRAFTS}"),
+    ("sglang.drafting", f"{IN_FLIGHT} {DRAFTS}"),
     ("sglang.ep_size", "rollout.engine=sglang sglang.tp_size=4 sglang.ep_size=3"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=3 parallel.ep_size=2"),
     ("parallel.etp_size", "parallel.tp_size=4 parallel.etp_size=2"),
@@ -256,6 +266,7 @@ def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the
         IN_FLIGHT,
         f"{IN_FLIGHT} sglang.update_pause=in_place sglang.enable_deterministic_inference=false",
         OVER_NODES,
+        DRAFTS,
         "algorithm.loss.dual_clip=off",
         "evaluation.temperature=0 evaluation.num_samples=1",
         "data.eval_paths=[]",

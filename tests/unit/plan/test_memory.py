@@ -313,6 +313,14 @@ def test_phases_add_up_to_the_peaks_of_a_run(placement: str) -> None:
     assert phases["log_probs"].total < phases["train"].total > phases["checkpoint"].total
 
 
+def test_each_rank_of_servers_that_draft_has_two_corpora_in_host_memory() -> None:
+    def host(**fields: Any) -> int:
+        servers = colocated(tp_size=2, servers_per_node=2, draft_corpus_tokens=1 << 20, **fields)
+        return run_memory(run_of(**servers), parse_architecture(QWEN_7B), 4, Cluster()).host
+
+    assert host(drafting="history") - host() == 4 * 2 * (1 << 30)
+
+
 def saved_bytes(tokens: int) -> int:
     """Bytes that autograd keeps for one layer of transformers' model, by SDPA's memory-efficient form."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -34,11 +34,13 @@ from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, Sc
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
     metrics = rollout_metrics(make_world([0.5] * 40).collector.collect(4), 0, 4)
-    reuse = prefix_metrics(PrefixReuse(100, 40, 5) + PrefixReuse(60, 24) - PrefixReuse(0, 0, 2))
+    drafted = PrefixReuse(num_verified=30, num_verifications=12)
+    reuse = prefix_metrics(PrefixReuse(100, 40, 5) + PrefixReuse(60, 24) + drafted - PrefixReuse(0, 0, 2))
     assert reuse == {
         "rollout/continued_tokens": 160,
         "rollout/prefix_cached_share": 0.4,
         "rollout/tokens_unrouted": 3,
+        "rollout/draft_accepted": 2.5,
     }
     assert prefix_metrics(PrefixReuse())["rollout/prefix_cached_share"] == 0
     assert {*metrics, *reuse} == {name for name in STEP_METRICS if name.startswith("rollout/")}

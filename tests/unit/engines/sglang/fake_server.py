@@ -149,6 +149,8 @@ class FakeServer:
         self.unlocked = threading.Condition()
         self.running: dict[str, str] = {}  # rid -> "run" or "abort"
         self.num_generated: dict[str, int] = {}  # tokens of each rid
+        self.corpora: dict[str, list[str]] = {}  # documents that drafts come from
+        self.draft_accepted = 0  # tokens that a verification gives; 0: nothing is drafted
         self._cache: list[list[int]] = []  # sequences served since the last flush
         self._ended = False
         self._connections: set[socket.socket] = set()
@@ -324,6 +326,8 @@ class FakeServer:
             "weight_version": self.weight_version,
             "output_token_logprobs": [[value, token, None] for token, value in zip(tokens, logprobs, strict=True)],
         }
+        if self.draft_accepted:
+            meta["spec_verify_ct"] = -(-(len(tokens) - 1) // self.draft_accepted)
         if self.labels_tokens:
             meta["weight_versions"] = ranges_of(labels or [self.weight_version], len(tokens))
         if body.get("logprob_start_len") == 0:
@@ -384,6 +388,19 @@ class FakeServer:
             return 400, "Flush cache failed: requests are running"
         self._cache.clear()
         return 200, "Cache flushed."
+
+    def _serve_add_external_corpus(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["corpus_id"] in self.corpora:
+            return 400, {"success": False, "message": "it exists"}
+        self.corpora[body["corpus_id"]] = body["documents"]
+        return 200, {"success": True, "corpus_id": body["corpus_id"], "message": "", "loaded_token_count": 1}
+
+    def _serve_remove_external_corpus(self, body: dict[str, Any]) -> tuple[int, Any]:
+        del self.corpora[body["corpus_id"]]
+        return 200, {"success": True, "message": ""}
+
+    def _serve_list_external_corpora(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"success": True, "corpus_token_counts": dict.fromkeys(self.corpora, 1), "message": ""}
 
     def _serve_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
         return self._update("/update_weights_from_tensor", body)

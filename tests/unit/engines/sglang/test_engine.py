@@ -186,6 +186,68 @@ def test_groups_stay_together_and_loads_even(make_server, make_engine: MakeEngin
     check_all(requests, drain(engine), servers[0])
 
 
+def test_servers_that_draft_get_the_responses_of_their_prompts(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.draft_accepted = 2
+        server.corpora["of the last attempt"] = ["1 2"]
+    engine = make_engine(servers, draft_corpus_tokens=10_000)
+    requests = make_requests(8)
+    engine.submit(requests)
+    done = {one.request_id: one for one in drain(engine)}
+    verified = engine.prefix_reuse
+    assert verified.num_verified == sum(one.num_tokens - 1 for one in done.values())
+    assert verified.num_verifications == sum(one.num_tokens // 2 for one in done.values())
+    asked = [{tuple(body["input_ids"]) for path, body in server.calls if path == "/generate"} for server in servers]
+    engine.set_policy_version(1)
+    assert engine._drafts is not None
+    engine._drafts.wait(60)
+    for index, server in enumerate(servers):
+        server.weight_version = "1"
+        [(name, documents)] = server.corpora.items()
+        assert name.endswith(".1"), "the corpus of the last attempt is gone"
+        own = [done[r.request_id] for r in requests if engine._drafts.history.server_of(r.prompt_ids) == index]
+        assert sorted(documents) == sorted(" ".join(map(str, one.token_ids.tolist())) for one in own)
+    # They come back to the server that has their past, whatever was sent before.
+    engine.submit([replace(request, request_id=f"again {request.request_id}") for request in reversed(requests)])
+    drain(engine)
+    for index, server in enumerate(servers):
+        again = {tuple(body["input_ids"]) for path, body in server.calls if path == "/generate"}
+        assert again == asked[index]
+
+
+def test_a_restarted_server_gets_its_corpus_again(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    engine = make_engine([server], draft_corpus_tokens=10_000)
+    engine.submit(make_requests(2))
+    drain(engine)
+    engine.set_policy_version(1)
+    assert engine._drafts is not None
+    engine._drafts.wait(60)
+    assert len(server.corpora) == 1
+    fresh = make_server()
+    engine.mark_failed(0, "killed")
+    engine.restore(0, client_of(fresh))
+    engine.set_policy_version(2)
+    engine._drafts.wait(60)
+    assert list(fresh.corpora.values()) == list(server.corpora.values())
+
+
+def test_a_corpus_that_is_refused_costs_drafts_and_nothing_else(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    server.faults["/add_external_corpus"] = "400"
+    engine = make_engine([server], draft_corpus_tokens=10_000)
+    for version in (1, 2):
+        requests = make_requests(2)
+        engine.submit(requests)
+        check_all(requests, drain(engine), server)
+        engine.set_policy_version(version)
+        server.weight_version = str(version)
+        assert engine._drafts is not None
+        engine._drafts.wait(60)
+    assert not engine.failed_servers and not server.corpora
+
+
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_requests_stay_over_an_update_and_each_token_has_its_version(mode: str, make_server, make_engine: MakeEngine) -> None:
     server = make_server(labels_tokens=True, version="0.5.23")
