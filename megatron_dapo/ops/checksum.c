@@ -1,4 +1,5 @@
-/* The checksum of `reshard.checksum` over rows of 64-bit words: sum of row[r] * column[w] * word[r, w] modulo 2^64. */
+/* What a weight sync computes of weights on a CPU: the checksum of `reshard.checksum` over rows of 64-bit words, which is
+   the sum of row[r] * column[w] * word[r, w] modulo 2^64, and the elements that changed. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,3 +52,23 @@ uint64_t copy_and_count(char *target, ptrdiff_t target_stride, const char *sourc
     }
     return total;
 }
+
+/* Write the positions of elements that differ, as far as there is room for them; return how many differ. The write comes
+   before the comparison: a branch would be mispredicted at most changes. */
+#define DIFFERENCES(name, type)                                                                                        \
+    size_t name(const type *after, const type *before, size_t elements, int64_t *positions, size_t room)               \
+    {                                                                                                                  \
+        size_t found = 0, i = 0;                                                                                       \
+        for (; i < elements && found < room; i++) {                                                                    \
+            positions[found] = (int64_t)i;                                                                             \
+            found += after[i] != before[i];                                                                            \
+        }                                                                                                              \
+        for (; i < elements; i++)                                                                                      \
+            found += after[i] != before[i];                                                                            \
+        return found;                                                                                                  \
+    }
+
+DIFFERENCES(differences_1, uint8_t)
+DIFFERENCES(differences_2, uint16_t)
+DIFFERENCES(differences_4, uint32_t)
+DIFFERENCES(differences_8, uint64_t)

@@ -1,6 +1,7 @@
-"""The checksum on a CPU at the speed of memory: `checksum.c`, compiled in each process by the machine's C compiler.
+"""Checksums and differences on a CPU near the speed of memory: `checksum.c`, compiled in each process by the machine's C
+compiler.
 
-`reshard.checksum` defines the numbers. Without a compiler there is no library, and NumPy computes them.
+`reshard.checksum` defines the checksum. Without a compiler there is no library; NumPy and torch compute the same.
 """
 
 from __future__ import annotations
@@ -41,5 +42,8 @@ def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
     rows = (_SIZE, _SIZE, _ADDRESS, _ADDRESS)
     functions.count.argtypes = (_ADDRESS, _STRIDE, *rows)
     functions.copy_and_count.argtypes = (_ADDRESS, _STRIDE, _ADDRESS, _STRIDE, *rows)
+    for itemsize in (1, 2, 4, 8):
+        differences = getattr(functions, f"differences_{itemsize}")
+        differences.argtypes, differences.restype = (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE), _SIZE
     functions.count.restype = functions.copy_and_count.restype = ctypes.c_int64
     return functions

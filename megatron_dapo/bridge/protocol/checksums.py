@@ -39,7 +39,7 @@ def slice_sums(parts: Sequence[CountedSlice]) -> torch.Tensor:
     device = parts[0].values.device
     if device.type == "cuda" and _fused() is not None:
         return fused_sums(parts)
-    if device.type == "cpu" and _native() is not None:
+    if device.type == "cpu" and native() is not None:
         return torch.tensor([native_sum(part) for part in parts], dtype=torch.int64)
     return torch.stack([slice_sum(*part) for part in parts])
 
@@ -56,24 +56,24 @@ def fused_sums(parts: Sequence[CountedSlice]) -> torch.Tensor:
 
 def native_sum(part: CountedSlice) -> int:
     """Compute a part's `slice_checksum` by compiled code, by NumPy if its rows are not whole words."""
-    native, rows = _native(), _rows(part.values, part.bounds)
-    if native is None or rows is None:
+    compiled, rows = native(), _rows(part.values, part.bounds)
+    if compiled is None or rows is None:
         return slice_checksum(*part)
     row, column = _factors(part)
-    return int(native.count(*_memory(rows), len(row), len(column), row.data_ptr(), column.data_ptr()))
+    return int(compiled.count(*_memory(rows), len(row), len(column), row.data_ptr(), column.data_ptr()))
 
 
 def copy_and_count(target: torch.Tensor, source: CountedSlice) -> int:
     """Copy to memory of the same shape and type on the CPU; return the source's `slice_checksum`, of one reading."""
-    native, rows = _native(), _rows(source.values, source.bounds)
+    compiled, rows = native(), _rows(source.values, source.bounds)
     target_rows = _rows(target, source.bounds)
-    if native is None or rows is None or target_rows is None:
+    if compiled is None or rows is None or target_rows is None:
         total = native_sum(source)
         target.copy_(source.values)
         return total
     row, column = _factors(source)
     ends = (*_memory(target_rows), *_memory(rows))
-    return int(native.copy_and_count(*ends, len(row), len(column), row.data_ptr(), column.data_ptr()))
+    return int(compiled.copy_and_count(*ends, len(row), len(column), row.data_ptr(), column.data_ptr()))
 
 
 def _memory(rows: torch.Tensor) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def _fused() -> ModuleType | None:
         return None
 
 
-def _native() -> CDLL | None:
-    """Return the compiled code; None if there is no C compiler."""
+def native() -> CDLL | None:
+    """Return the compiled functions; None if there is no C compiler."""
     found: CDLL | None = import_module("megatron_dapo.ops.native_checksum").library()
     return found

@@ -58,6 +58,22 @@ def test_changes_of_several_chunks_survive_the_wire(data):
             assert torch.equal(bits(target), bits(after))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 60, 400, 3000])
+def test_every_difference_is_found(dtype, count):
+    """Few, by compiled code, and more than it has room for."""
+    old = filled((60, 50), dtype)
+    new = flipped(old, count, count)
+    expected = (bits(new) != bits(old)).reshape(-1).nonzero().view(-1)
+    assert torch.equal(change(new, old).positions, expected) and len(expected) == count
+    turned = change(new.t(), old.t().contiguous())
+    assert len(turned.positions) == count and same(turned.values, new.t().reshape(-1)[turned.positions])
+
+
+def same(values: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.equal(values.view(torch.uint8), others.view(torch.uint8))
+
+
 def test_positions_beyond_one_block():
     old = torch.zeros(3, BLOCK // 2 + 5, dtype=torch.bfloat16)
     new = old.clone()

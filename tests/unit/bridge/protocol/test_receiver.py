@@ -85,6 +85,26 @@ def test_a_sync_fills_all_parameters_in_place(receiver):
     assert (receiver.version, receiver.parameters["a"].data_ptr()) == (1, before)
 
 
+def test_what_changes_between_arrival_and_parameter_is_in_the_checksums(receiver, monkeypatch):
+    """Checksums are those of the memory that the engine serves from, not of the bytes that arrived."""
+    good = _sync(receiver, _manifest(1, "d1"))
+    filled = receiver.filled
+
+    def flip(sync_id: str, bucket: Bucket) -> None:
+        receiver.parameters["a"].view(torch.int32)[bucket.index, 3] ^= 1
+        filled(sync_id, bucket)
+
+    monkeypatch.setattr(receiver, "filled", flip)
+    assert _sync(receiver, _manifest(2, "d2"))["a"] != good["a"]
+    monkeypatch.undo()
+    # A copy in place of the parameter's own memory.
+    elsewhere = receiver.targets
+    monkeypatch.setattr(receiver, "targets", lambda bucket: {c: t.clone() for c, t in elsewhere(bucket).items()})
+    assert _sync(receiver, _manifest(3, "d3"))["a"] != good["a"]
+    monkeypatch.undo()
+    assert _sync(receiver, _manifest(4, "d4")) == good
+
+
 def test_a_sync_that_begins_after_its_successor_is_refused(receiver):
     """A message that the trainer gave up on may still arrive."""
     receiver.begin(replace(_manifest(5, "new"), number=8))
