@@ -1,5 +1,5 @@
 """T-PPO on a real server: responses continue after their windows with new weights, trainer and engine agree on them. The
-critic has a process of its own, and weights come by point-to-point."""
+critic has a process of its own, and weights come by point-to-point. Windows that overlap are of two policies."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ def test_windows_continue_on_a_stock_server(engine_python: Path, tmp_path: Path)
         assert start % WINDOW == 0 and length <= start + WINDOW
         # A window has one version, the one that its step trains.
         assert sample["versions"][-1] == {"start": start, "end": length, "version": sample["train_step"] - 1}
+
+
+@pytest.mark.long  # tests/unit/rollout/test_windows_ahead.py has the collector with every engine's timing
+def test_windows_are_generated_while_those_before_are_trained(engine_python: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    settings = ("run.total_steps=4", "optimizer.warmup_steps=0", "checkpoint.export_huggingface=false", "sglang.weight_sync_bucket_mb=1")
+    finish(write_recipe(tmp_path, "windows"), directory, engine_python, *settings)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    ages = [row["rollout/token_staleness_mean"] for row in rows]
+    assert ages[0] == 0 and all(0 < age <= 1 for age in ages[1:]), "all but the first windows were begun by the policy before"
+    assert max(row["rollout/token_staleness_max"] for row in rows) == 1
+    assert all(row["actor/grad_norm"] > 0 for row in rows) and rows[-1]["critic/grad_norm"] > 0
+    assert require_windows_once(directory / "samples.jsonl") == 4 * 24
