@@ -22,7 +22,7 @@ from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rollout.async_collector import AsyncCollector
-from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.batch import CollectProgress, RolloutBatch
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
@@ -48,9 +48,7 @@ class Settings:
     sync: float  # seconds of a weight update
     max_staleness: int = 0
     oversample: float = 1.0
-    # Batches started for later steps at most; 0: max_staleness. Only colocated: elsewhere a collection waits for weights
-    # without a poll, and this clock would stand still.
-    ahead: float = 0.0
+    ahead: float = 0.0  # batches started for later steps at most; 0: max_staleness
     tail_rounds: bool = False
     window: int = 0  # tokens; 0: whole responses
     parts: int = 1  # mini-batches that are trained while the rest of the batch is generated; 1: whole batches
@@ -151,6 +149,12 @@ class SimulatedServers:
                 limit = min(limit, self.fleet.now + POLL_SECONDS)
         self.fleet.advance(limit if math.isfinite(limit) else self.fleet.now)
         return [self._ended(one) for one in ended]
+
+    def wait(self) -> None:
+        """Let time pass without a response."""
+        limit = self._clock.until(self.fleet.now)
+        if limit is not None and math.isfinite(limit):
+            self.fleet.advance(limit)
 
     def abort(self) -> list[Completion]:
         stopped = self.fleet.stop()
@@ -301,7 +305,7 @@ class Run:
             prompts={name: Prompt(name, (), (int(name),), "1") for name in names},
             engine=self.servers,
             scorer=SampleScorer(NoScore(), lambda token_ids: "", meter=NoScore()),  # type: ignore[arg-type]
-            on_progress=lambda progress: self._check(),
+            on_progress=self._check,
         )
         rollout = RolloutConfig(
             prompts_per_step=settings.prompts,
@@ -321,10 +325,12 @@ class Run:
             return WindowCollector(inputs, rollout, window, sampling, seed=0)
         return GroupCollector(inputs, rollout, sampling, seed=0)
 
-    def _check(self) -> None:
+    def _check(self, progress: CollectProgress) -> None:
         self.num_events += 1
         accounts = self.inner.accounting()
         assert accounts.is_balanced, f"prompts were lost: {accounts}"
+        if not progress.num_in_flight and progress.num_accepted < progress.num_groups:
+            self.servers.wait()  # for newer weights
 
     def outcome(self) -> Outcome:
         """Train all steps and return their means."""

@@ -48,9 +48,11 @@ def twin(repository: Any) -> SimpleNamespace:
         return SimpleNamespace(**names)
 
 
-@pytest.mark.parametrize(("max_staleness", "oversample", "train"), [(1, 2.0, 106.0), (1, 1.5, 106.0), (2, 3.0, 106.0)])
+@pytest.mark.parametrize(
+    ("max_staleness", "oversample", "ahead"), [(1, 2.0, 0.0), (1, 1.5, 0.0), (2, 3.0, 0.0), (1, 2.0, 0.5)]
+)
 def test_the_plan_is_within_a_tenth_of_the_twin(
-    twin: SimpleNamespace, max_staleness: int, oversample: float, train: float
+    twin: SimpleNamespace, max_staleness: int, oversample: float, ahead: float
 ) -> None:
     """verl's 7B setting on four GPUs a server, with an eighth of its batch and its servers."""
     rates = EngineRates(15.2e9 / 4, 57344 / 4, 7.07e9, 4, GPUS["H20"])
@@ -66,13 +68,14 @@ def test_the_plan_is_within_a_tenth_of_the_twin(
         lengths=lengths,
         prompts=64,
         group_size=16,
-        train=train,
+        train=106.0,
         sync=4.0,
         max_staleness=max_staleness,
         oversample=oversample,
+        ahead=ahead,
     )
     simulated = twin.ours.disaggregated(settings).step
-    mine = overlapped_seconds(rates, planned, QueuedStep(512, 10**6, train, 4.0, max_staleness, oversample)).step
+    mine = overlapped_seconds(rates, planned, QueuedStep(512, 10**6, 106.0, 4.0, max_staleness, oversample, ahead)).step
     assert mine == pytest.approx(simulated, rel=0.1)
 
 
