@@ -13,7 +13,7 @@
 # make environments test-unit test-processes test-megatron test-extra   its parts: what it installs, and the tests
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
-# make gpu-slot-a gpu-slot-b gpu-slot-agents [BUDGET_S=540] [ENGINE_PYTHON=...] [RESULTS=...]   what a borrowed H100 is to show, in order of value
+# make gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents [BUDGET_S=540] [ENGINE_PYTHON=...] [RESULTS=...]   what a borrowed H100 is to show, in order of value
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
 # make test-two-nodes                                          the shortest of these, where the machine can; else it says why not; .ci/run does
@@ -54,7 +54,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-agents smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -225,7 +225,7 @@ test-gpu:
 	exit $$status
 
 # Called again, they run what has no figures yet.
-gpu-slot-a gpu-slot-b gpu-slot-agents:
+gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents:
 	$(HERE) $(PYTHON) benchmarks/gpu/slot.py $(@:gpu-slot-%=%) $(KEEP) $(if $(BUDGET_S),--budget-s $(BUDGET_S)) --engine-python $(ENGINE_PYTHON) $(ARGS)
 
 # Two steps and a checkpoint each; a resume, one more step, an evaluation and an export; and a look at what was written.

@@ -3,10 +3,12 @@
     python benchmarks/gpu/slot.py a [--json] [--save] [--budget-s 540] [--only resume,colocated] [--engine-python PATH]
     python benchmarks/gpu/slot.py b ...
     python benchmarks/gpu/slot.py agents ...
+    python benchmarks/gpu/slot.py c ...
 
 `a`: what a colocated run does on one GPU (servers as the layouts start them, sleep and wake, memory by process, the
 allocator, weight sync, resume). `b`: single questions (hardware queues, slots in GPU memory, experts under retraction,
-variants of the head and of the step) and the rest of the suite. `agents`: episodes with a tool. A case is a program of this repository. Its figures are
+variants of the head and of the step) and the rest of the suite. `agents`: episodes with a tool. `c`: asynchrony: a verified update
+at the speed of memory, drafts from the policy's past, a streamed run. A case is a program of this repository. Its figures are
 printed with the expected range and its source; `!` marks those outside.
 
 A case begins only if its usual seconds on an H100 are left, and ends with the budget. Started again with `--save` and the
@@ -197,6 +199,45 @@ SLOTS: Mapping[str, Mapping[str, Case]] = {
         "layers": tests("tests/gpu/test_layers.py tests/gpu/test_attention.py -n 4", 110, 45, packages=TRAINER),
         "engine_memory": tests("tests/gpu/test_engine_memory.py", 60, 1, needs_engine=True),
         "head_suite": tests("tests/gpu/test_head.py -n 4", 120, 90),
+    },
+    "c": {
+        "verified_update": Case(
+            ("benchmarks/gpu/sync.py", "--rounds", "7"),
+            50,
+            {
+                "gpu.verified_gb_per_s": Expected(40, 80, "6.3 with checksums tensor by tensor, docs/gpu.md"),
+                "gpu.verified_vs_unverified": Expected(1.0, 1.5, "9.5, docs/gpu.md"),
+                "gpu.checksum_gb_per_s": Expected(1000, 5000, "one pass over memory of 3.3 TB/s or more"),
+                "host.verified_gb_per_s": Expected(20, 40, "5.1 and 26 without checksums, docs/gpu.md"),
+            },
+        ),
+        "drafting": Case(
+            ("benchmarks/gpu/speculation.py",),
+            300,
+            {
+                "distribution.p_tokens": Expected(0.01, 1.0, "the same distribution with drafts"),
+                "distribution.p_lengths": Expected(0.01, 1.0, "the same"),
+                "distribution.p_other": Expected(0.0, 0.005, "temperature 0.9 is found"),
+                "distribution.accepted": Expected(1.5, 8.0, "benchmarks/drafting.py"),
+                "tail.speedup": Expected(1.5, 8.0, "the aim with 16 responses running"),
+                "batch.speedup": Expected(0.8, 4.0, "verifying 256 x 8 tokens costs more"),
+                "unknown.speedup": Expected(0.7, 1.05, "what drafts cost that are never accepted"),
+            },
+            needs_engine=True,
+        ),
+        "streamed": Case(
+            ("benchmarks/gpu/streamed.py",),
+            300,
+            {
+                "alternating.mismatch": Expected(0.0, 0.03, "0.020, docs/gpu.md"),
+                "streamed.mismatch": Expected(0.0, 0.03, "the same"),
+                "streamed.stale": Expected(0, 1, "max_staleness"),
+                "guarded.stale": Expected(0, 1, "max_staleness"),
+                "streamed.vs_alternating": Expected(0.5, 1.0, "both sides share the GPU"),
+            },
+            packages=TRAINER,
+            needs_engine=True,
+        ),
     },
     "agents": {
         "agents": Case(

@@ -128,6 +128,12 @@ BENCHMARKS: dict[str, Check] = {
     ),
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
+    f"gpu/slot.py c --engine-python {ENGINE_PYTHON}": lambda r: (
+        not r["failed"]
+        and not r["not_run"]
+        and r["cases"]["drafting"]["distribution.identical"]
+        and r["cases"]["streamed"]["guarded.stale"] <= 1
+    ),
 }
 # benchmarks/gpu/sync.py runs in a case of slot.py, tools/virtual_cluster/__main__.py in tests/cluster, and
 # tools/fuzz_files.py in tests/unit/tools.

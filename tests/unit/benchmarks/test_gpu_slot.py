@@ -37,5 +37,12 @@ def test_commands_are_ones_that_the_programs_take(slot, repository: Path, monkey
 
 BENCHMARKS = {
     f"benchmarks/gpu/{name}.py": constant
-    for name, constant in (("agents", "AGENTS"), ("head", "HEAD"), ("probes", "PROBE"), ("sync", "SYNC"))
+    for name, constant in (
+        ("agents", "AGENTS"),
+        ("head", "HEAD"),
+        ("probes", "PROBE"),
+        ("speculation", "SPECULATION"),
+        ("streamed", "STREAMED"),
+        ("sync", "SYNC"),
+    )
 }
