@@ -9,6 +9,7 @@ P for the padded tokens of one packed micro-batch and N for its number of sequen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -384,6 +385,9 @@ class Repetition:
     zlib_ratio: float = 1.0  # compressed / raw bytes; low is repetitive, a very short response is above 1
 
 
+VERIFIER_PART = "verifier"  # name of the verifier's reward among the parts of a sample's
+
+
 @dataclass(frozen=True)
 class ScoredSample:
     """A response with its score and the parts that add up to its total reward.
@@ -403,6 +407,14 @@ class ScoredSample:
     @property
     def reward(self) -> float:
         return sum(self.reward_parts.values())
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """The rewards by name: the reward parts, but the verifier's as its own parts if they add up to it."""
+        own = self.score.detail.get("parts", {})
+        if not own or not math.isclose(sum(own.values()), self.reward_parts.get(VERIFIER_PART, math.nan), abs_tol=1e-9):
+            return self.reward_parts
+        return {**own, **{name: value for name, value in self.reward_parts.items() if name != VERIFIER_PART}}
 
 
 @dataclass(frozen=True)
@@ -435,6 +447,7 @@ class CriticContext:
     is_correct: bool
     window: Window
     turns: tuple[TurnCredit, ...] = ()  # turns of the sequence
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; their sum is `reward`
 
 
 @dataclass(frozen=True)

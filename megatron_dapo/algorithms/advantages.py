@@ -11,7 +11,7 @@ global shift (0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary, so equality is tested on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     FunctionAdvantageConfig,
+    GdpoAdvantageConfig,
     GrpoAdvantageConfig,
     MaxRlAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
@@ -39,6 +40,7 @@ class AdvantageInputs:
     response_lengths: torch.Tensor  # [S] int64, TRAINED tokens of each response
     # [S] bool, or None for all: responses that enter the group's statistics. The rest get advantage 0.
     in_statistics: torch.Tensor | None = None
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [S] float64 of each reward; their sum is `rewards`
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,27 @@ def grpo(inputs: AdvantageInputs, section: GrpoAdvantageConfig) -> torch.Tensor:
     spread = (groups.squares / freedom).sqrt() + section.eps
     # A constant group's numerator is exactly 0; dividing it by 1 keeps eps = 0 finite.
     return groups.centered / torch.where(groups.constant, 1.0, spread)[groups.positions]
+
+
+def gdpo(inputs: AdvantageInputs, section: GdpoAdvantageConfig) -> torch.Tensor:
+    """A = sum_k w_k A_k / (std of the batch + eps), A_k GRPO's advantage of reward k. GDPO (arXiv 2601.05242, Eq 4-6).
+
+    Eq 6 also subtracts the batch's mean, which is 0, as that of every group is. Without parts there is one reward. Raise
+    ValueError if the weights name rewards, but none that a response of the batch has.
+    """
+    parts = inputs.parts or {"reward": inputs.rewards}
+    if section.weights and not section.weights.keys() & parts.keys():
+        raise ValueError(
+            f"algorithm.advantage.weights names {', '.join(sorted(section.weights))}, the batch has the rewards "
+            f"{', '.join(sorted(parts))}: name those"
+        )
+    total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
+    for name in sorted(parts):
+        one = AdvantageInputs(parts[name], inputs.group_index, inputs.response_lengths)
+        total += section.weights.get(name, 1.0) * grpo(one, section)
+    if total.numel() < 2 or not total.any():
+        return total
+    return total / (total.std(correction=int(STD_CONVENTIONS[section.std])) + section.eps)
 
 
 def dr_grpo(inputs: AdvantageInputs, section: DrGrpoAdvantageConfig) -> torch.Tensor:
@@ -193,6 +216,7 @@ def function(inputs: AdvantageInputs, section: FunctionAdvantageConfig) -> torch
 
 ADVANTAGES: dict[str, Callable[[AdvantageInputs, Any], torch.Tensor]] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "maxrl": maxrl,
@@ -213,7 +237,12 @@ def compute_advantages(advantage: AdvantageConfig, inputs: AdvantageInputs) -> A
     included = inputs.in_statistics
     if included is None:
         included = torch.ones_like(inputs.rewards, dtype=torch.bool)
-    chosen = AdvantageInputs(inputs.rewards[included], inputs.group_index[included], inputs.response_lengths[included])
+    chosen = AdvantageInputs(
+        inputs.rewards[included],
+        inputs.group_index[included],
+        inputs.response_lengths[included],
+        parts={name: values[included] for name, values in inputs.parts.items()},
+    )
     values = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     values[included] = ADVANTAGES[advantage.name](chosen, advantage)
     return Advantages(values.to(torch.float32), _diagnostics(chosen, values[included]))

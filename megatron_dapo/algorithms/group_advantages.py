@@ -85,7 +85,10 @@ def estimate_group_advantages(
         if credit.credit == "episode":
             lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
             lengths = torch.zeros_like(index).index_add_(0, episodes, lengths)
-            advantages = compute_advantages(advantage, AdvantageInputs(rewards, index, lengths))
+            names = sorted({name for context in contexts for name in context.rewards})
+            columns = {name: torch.tensor([one.rewards.get(name, 0.0) for one in contexts], dtype=torch.float64) for name in names}
+            by_name = {name: of_episodes(column, episodes) for name, column in columns.items()}
+            advantages = compute_advantages(advantage, AdvantageInputs(rewards, index, lengths, parts=by_name))
             values = (advantages.values * weights).float()[episodes]
             per_token = [value.expand(one.num_response_tokens) for one, value in zip(samples, values, strict=True)]
         else:

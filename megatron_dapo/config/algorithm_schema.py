@@ -40,8 +40,8 @@ class GrpoAdvantageConfig(Section):
     """(reward - group mean) / group standard deviation (GRPO, DAPO)."""
 
     name: Literal["grpo"] = "grpo"
-    """Name of the advantage, used with algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without
-    the std. rloo: reward minus the mean of the group's other rewards. maxrl: the group mean in place of the std, for
+    """Name of the advantage, used with algorithm.name = dapo. grpo: (reward - group mean) / group std. gdpo: the sum of
+    those of several rewards, scaled over the batch. dr_grpo: without the std. rloo: reward minus the mean of the group's other rewards. maxrl: the group mean in place of the std, for
     rewards from 0 to 1. reinforce_baseline: group mean subtracted, then
     scaled over the batch. reinforce_pp: only scaled over the batch, for one response per prompt."""
 
@@ -50,6 +50,18 @@ class GrpoAdvantageConfig(Section):
 
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
+
+
+class GdpoAdvantageConfig(GrpoAdvantageConfig):
+    """The weighted sum of GRPO's advantages of several rewards, scaled over the batch (GDPO, arXiv 2601.05242). A reward
+    that varies little is not lost in the sum of all."""
+
+    name: Literal["gdpo"] = "gdpo"  # type: ignore[assignment]
+    """Name of the advantage."""
+
+    weights: Mapping[str, NonNegativeFloat] = {}
+    """Weight of each reward, by the names under reward/ in the metrics: a reward function's parts if they add up to its
+    score, overlong and others. 1 for those not named."""
 
 
 class DrGrpoAdvantageConfig(Section):
@@ -120,6 +132,7 @@ class FunctionAdvantageConfig(Section):
 
 AdvantageConfig = (
     GrpoAdvantageConfig
+    | GdpoAdvantageConfig
     | DrGrpoAdvantageConfig
     | RlooAdvantageConfig
     | MaxRlAdvantageConfig

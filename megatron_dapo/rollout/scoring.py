@@ -12,14 +12,13 @@ import numpy as np
 from megatron_dapo.rewards.pool.disagreement import ShadowedPool
 from megatron_dapo.rewards.pool.pool import Scorer, VerifierPool, score_request
 from megatron_dapo.rewards.pool.repetition import repetition_numbers
-from megatron_dapo.types import Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
+from megatron_dapo.types import VERIFIER_PART, Completion, Group, Prompt, Repetition, Score, ScoredSample, Window
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.open_group import OpenGroup
 
 logger = logging.getLogger(__name__)
 
-VERIFIER_PART = "verifier"
 RewardAddend = Callable[[Completion, str, Score], float]
 
 

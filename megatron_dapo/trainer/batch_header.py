@@ -7,6 +7,8 @@ each other. Of a batch's S sequences, in the order of their groups, it has
     sample_ids      UTF-8, separated by newlines
     group_index, segment, prompt_length, window_start    [S] int32
     reward          [S] float64
+    reward_names    UTF-8, separated by newlines
+    rewards         [S, names] float64: `ScoredSample.rewards`, 0 for one that a sample does not have
     is_correct, is_finished (of the window)     [S] bool
     runs            [U, 4] int32: sequence, number of tokens, state, age in policy versions. The state is 1 if the
                     tokens are in the loss, 0 if not, -1 if they are an environment's, whose age is 0
@@ -73,6 +75,7 @@ def header_of(
     places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
     samples = [sample for _, sample, _ in sequences]
     names = "\n".join(_name_of(sample, segment) for _, sample, segment in sequences)
+    reward_names = sorted({name for sample in samples for name in sample.rewards})
     starts = [sample.window.start_of(segment) for _, sample, segment in sequences]
     routing = [sample.completion.stream(segment).routing for _, sample, segment in sequences]
     runs = [
@@ -89,6 +92,10 @@ def header_of(
         "segment": np.array([segment for _, _, segment in sequences], np.int32),
         "prompt_length": np.array([len(_prompt_of(*each)) for each in sequences], np.int32),
         "reward": np.array([sample.reward for sample in samples], np.float64),
+        "reward_names": np.frombuffer("\n".join(reward_names).encode(), np.uint8).copy(),
+        "rewards": np.array(
+            [[sample.rewards.get(name, 0.0) for name in reward_names] for sample in samples], np.float64
+        ).reshape(len(samples), len(reward_names)),
         "is_correct": np.array([sample.score.accuracy > 0 for sample in samples], bool),
         "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
@@ -126,7 +133,9 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
     They are on the meta device, so using them is an error.
     """
     arrays = {name: tensor.cpu().numpy() for name, tensor in header.items()}
-    names = arrays["sample_ids"].tobytes().decode().split("\n") if arrays["sample_ids"].size else []
+    names, reward_names = (
+        arrays[name].tobytes().decode().split("\n") if arrays[name].size else [] for name in ("sample_ids", "reward_names")
+    )
     numbers = np.arange(len(names) + 1)
     runs, turns = arrays["runs"], arrays["turns"]
     bounds, turn_bounds = (np.searchsorted(table[:, 0], numbers) for table in (runs, turns))
@@ -143,12 +152,15 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
             {name: array[index] for name, array in rows.items()},
             runs[bounds[index] : bounds[index + 1], 1:],
             tuple(credits[turn_bounds[index] : turn_bounds[index + 1]]),
+            dict(zip(reward_names, arrays["rewards"][index].tolist(), strict=True)),
         )
         for index in range(len(names))
     ]
 
 
-def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray, turns: tuple[TurnCredit, ...]) -> TrainSample:
+def _sample(
+    sample_id: str, row: Mapping[str, Any], runs: np.ndarray, turns: tuple[TurnCredit, ...], rewards: Mapping[str, float]
+) -> TrainSample:
     lengths, states, ages = runs.T
     num_response, prompt_length = int(lengths.sum()), int(row["prompt_length"])
     window = Window(int(row["window_start"]), bool(row["is_finished"]))
@@ -163,7 +175,7 @@ def _sample(sample_id: str, row: Mapping[str, Any], runs: np.ndarray, turns: tup
         advantages=torch.zeros(1).expand(num_response),  # estimated by every rank
         rollout_logprobs=torch.empty(num_response, device="meta"),
         staleness=_per_token(lengths, ages) if ages.any() else None,
-        critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window, turns),
+        critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window, turns, rewards),
         routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
         observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
         segment=int(row["segment"]),

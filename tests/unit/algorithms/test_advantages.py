@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +15,7 @@ from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     FunctionAdvantageConfig,
+    GdpoAdvantageConfig,
     GrpoAdvantageConfig,
     MaxRlAdvantageConfig,
     ReinforceBaselineAdvantageConfig,
@@ -74,6 +77,46 @@ def test_maxrl_divides_by_the_mean(rewards):
     ]
     ours = advantages_of(MaxRlAdvantageConfig(), inputs_of(rewards))
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.floats(-3, 3, width=32)), min_size=2, max_size=5),
+        min_size=1,
+        max_size=4,
+    ),
+    st.floats(0, 4, width=32),
+)
+def test_gdpo_is_the_scaled_sum_of_each_reward_s_advantages(rewards, weight):
+    """Equations 4 to 6 of the paper by Python's statistics, the batch's mean included."""
+    sums: list[float] = []
+    for group in rewards:
+        totals = [0.0] * len(group)
+        for column, factor in zip(zip(*group), (1.0, weight)):
+            spread = statistics.stdev(column)
+            if len(set(column)) > 1:
+                totals = [
+                    total + factor * (one - statistics.fmean(column)) / (spread + 1e-6) for total, one in zip(totals, column)
+                ]
+        sums += totals
+    spread = statistics.stdev(sums) + 1e-6 if any(sums) else 1.0
+    expected = torch.tensor([(one - statistics.fmean(sums)) / spread for one in sums], dtype=torch.float64)
+    plain = inputs_of([[right + style for right, style in group] for group in rewards])
+    columns = torch.tensor([pair for group in rewards for pair in group], dtype=torch.float64)
+    inputs = replace(plain, parts={"right": columns[:, 0], "style": columns[:, 1]})
+    ours = advantages_of(GdpoAdvantageConfig(weights={"style": weight}), inputs)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    """The paper's figure 2: rewards (0, 1) and (0, 2) of two responses have one advantage by GRPO."""
+    parts = {"a": torch.tensor([0.0, 1.0, 0.0, 1.0]), "b": torch.tensor([0.0, 0.0, 0.0, 1.0])}
+    plain = inputs_of([[0.0, 1.0], [0.0, 2.0]])
+    together, apart = (advantages_of(kind(), replace(plain, parts=parts)) for kind in (GrpoAdvantageConfig, GdpoAdvantageConfig))
+    assert together[1] == pytest.approx(float(together[3]), rel=1e-5) and float(apart[3] / apart[1]) == pytest.approx(2, rel=1e-5)
+    with pytest.raises(ValueError, match="names c, the batch has the rewards a, b"):
+        advantages_of(GdpoAdvantageConfig(weights={"c": 1.0}), replace(plain, parts=parts))
 
 
 @pytest.mark.parametrize("reward", [-1.0, 1.5])

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.group_advantages import equal_prompt_weights, estimate_group_advantages
-from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
+from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GdpoAdvantageConfig, GrpoAdvantageConfig
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineError
@@ -99,6 +99,27 @@ def test_a_header_has_the_runs_of_each_response():
     assert [one.sample_id for one in samples] == ["g/0", "g/1", "g/2"]
     assert [one.num_response_tokens for one in samples] == [3, 4, 0]
     assert samples_of(header_of([], 5)) == []
+
+
+def test_rewards_travel_by_name():
+    """A function's parts stand for the verifier's reward if they add up to it; a sample without a reward of the others has 0."""
+    first, second, third = (_sample(f"g/{index}", 2, reward) for index, reward in enumerate((0.75, 1.0, -1.0)))
+    parts = {"answer": 1.0, "style": -0.25}
+    first = replace(first, score=replace(first.score, detail={"parts": parts}))
+    second = replace(
+        second,
+        score=replace(second.score, detail={"parts": {"other": 0.5}}),
+        reward_parts={**second.reward_parts, "overlong": -0.5},
+    )
+    samples = samples_of(header_of([_group("g", [first, second, third])], 0))
+    expected = [parts, {"verifier": 1.0, "overlong": -0.5}, {"verifier": -1.0}]
+    names = ("answer", "overlong", "style", "verifier")
+    assert [dict(one.critic_context.rewards) for one in samples] == [
+        {name: rewards.get(name, 0.0) for name in names} for rewards in expected
+    ]
+    assert [sum(one.critic_context.rewards.values()) for one in samples] == [one.critic_context.reward for one in samples]
+    batch = estimate_group_advantages(samples, GdpoAdvantageConfig(weights={"overlong": 0.0}))
+    assert batch.shown_advantages != estimate_group_advantages(samples, GRPO).shown_advantages
 
 
 def test_every_token_has_its_age():
