@@ -35,7 +35,7 @@ from megatron_dapo.telemetry.batch_dump import load_batch
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "drafting_cpu.json"
 RECIPES = {"smollm2": "examples/smollm2/smollm2.toml", "quickstart": "examples/quickstart/quickstart.toml"}
-SIZES = {"quickstart": (8, 8), "smollm2": (4, 4)}  # prompts of a step, responses to each
+SIZES = {"quickstart": (8, 8), "smollm2": (2, 4)}  # prompts of a step, responses to each
 EPOCH = 3  # steps after which the same prompts come again, if they do
 DRAFT_NODES = (4, 7, 15)  # tokens of a step that are drafted
 CORPUS_TOKENS = {"whole": 1_000_000, "small": 4_000}
@@ -47,6 +47,7 @@ SETTINGS = (
     "telemetry.dump_batches=1",
     "telemetry.tensorboard=false",
     "checkpoint.interval=0",
+    "checkpoint.export_huggingface=false",
     "evaluation.interval=0",
     "evaluation.at_start=false",
     "evaluation.at_end=false",

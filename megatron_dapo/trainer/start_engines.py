@@ -79,8 +79,10 @@ class ServerPlace:
 
     def spawn(self, part: Part) -> SglangServer | SupervisedServer:
         """Start a server of this node, or its part of one."""
+        here = self.settings(part.slot)
         settings = replace(
-            self.settings(part.slot),
+            here,
+            gpus=here.gpus[: self.config.sglang.ranks_per_node],
             # Servers with equal seeds would draw the same numbers for the same row and step of their batches.
             random_seed=(self.config.run.seed + part.index) % (1 << 31),
             num_restarts=part.num_restarts,
@@ -249,9 +251,9 @@ def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
 
 
 def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: int) -> ServerSettings:
-    """Return the settings of a server that listens on loopback and has the weights of model.path.
+    """Return the settings of a server of one node that listens on loopback and has the weights of model.path.
 
-    `first_gpu`: index on this node of the first of the server's GPUs.
+    `first_gpu`: index on this node of the first of the server's sglang.tp_size GPUs.
     """
     sglang, cuda = config.sglang, torch.cuda.is_available()
     # A server on a CPU would otherwise take a fixed number of tokens, whatever it needs.
@@ -278,7 +280,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
-        gpus=tuple(range(first_gpu, first_gpu + sglang.ranks_per_node)) if cuda else (),
+        gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
         more_environment=sglang.environment,
     )
 

@@ -130,6 +130,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.quantization != "none" and self.device == "cuda" and self.dtype in ("float32", "float"):
             raise ValueError("FP8 on a GPU takes activations of 16 bits, not float32: set model.dtype = bfloat16")
+        if self.draft_tokens and self.device == "cpu":
+            raise ValueError('on a CPU SGLang verifies drafts greedily and would not sample: set sglang.drafting = "off"')
 
     @property
     def url_host(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from megatron_dapo.bridge.protocol.peer_group import Address
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.servers import Part
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.connect_engines import slot_device
@@ -49,9 +50,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPlace:
 def test_each_server_has_its_own_seed(place: ServerPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers with one seed draw the same numbers: a group's responses on two of them would be correlated."""
     monkeypatch.setattr(SglangServer, "start", lambda settings, index: settings)
-    assert [place.spawn(index, 0, 0, None).random_seed for index in range(3)] == [5, 6, 7]
-    again = place.spawn(1, 0, 2, 900)
+    assert [place.spawn(Part(index, 0)).random_seed for index in range(3)] == [5, 6, 7]
+    again = place.spawn(Part(1, 0, num_restarts=2, cache_tokens=900))
     assert (again.random_seed, again.num_restarts, again.replaced_cache_tokens) == (6, 2, 900)
+
+
+def test_a_part_has_its_share_of_the_gpus_after_the_trainers(place: ServerPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of TP4 over two nodes: on each node two GPUs of both, after the trainer's two."""
+    monkeypatch.setattr(SglangServer, "start", lambda settings, index: settings)
+    monkeypatch.setattr(Address, "local_host", lambda address: "10.0.0.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sizes = {"tp_size": 4, "nodes_per_server": 2, "servers_per_node": 2, "placement": "disaggregated"}
+    config = place.config.model_copy(update={"sglang": place.config.sglang.model_copy(update=sizes)})
+    place = replace(place, config=config, nodes=NodeTopology(4, 2), processes_here=2)
+    parts = [place.spawn(Part(slot, slot, node_rank=1, meeting="10.0.0.1:20001:20002")) for slot in range(2)]
+    assert [part.gpus for part in parts] == [(2, 3), (4, 5)]
+    assert [(part.num_nodes, part.node_rank, part.tensor_parallel) for part in parts] == [(2, 1, 4)] * 2
+    assert server_settings(config, place.key_file, Path(), 0).gpus == (0, 1, 2, 3), "a command's server is on one node"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -142,3 +142,19 @@ def test_a_meeting_is_read_as_it_is_written(host: str) -> None:
     meeting = Meeting(host, 20001, 20002)
     assert Meeting.parse(str(meeting)) == meeting
     assert meeting.init_address.rpartition(":")[0].strip("[]") == host
+
+
+def test_a_server_on_a_cpu_does_not_draft(settings: Any) -> None:
+    with pytest.raises(ValueError, match='verifies drafts greedily and would not sample: set sglang.drafting = "off"'):
+        settings(draft_tokens=8)
+
+
+def test_servers_that_draft_have_a_tokenizer_and_room_for_two_corpora(settings: Any, tmp_path: Path) -> None:
+    line = command(settings(device="cuda", draft_tokens=9, draft_corpus_tokens=100), 1, 2, tmp_path)
+    options = dict(zip(line, line[1:]))
+    assert options["--speculative-algorithm"] == "NGRAM" and options["--speculative-num-draft-tokens"] == "9"
+    assert options["--speculative-ngram-external-sam-budget"] == "4", "at most draft tokens less one"
+    assert int(options["--speculative-ngram-external-corpus-max-tokens"]) >= 200
+    assert options["--tokenizer-path"] == str(tmp_path / "tokenizer") and "--skip-tokenizer-init" not in line
+    plain = command(settings(device="cuda"), 1, 2, tmp_path)
+    assert "--skip-tokenizer-init" in plain and not [word for word in plain if "speculative" in word]
