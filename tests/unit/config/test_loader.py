@@ -38,7 +38,7 @@ def problems(error: pytest.ExceptionInfo[ConfigError]) -> dict[str, str]:
 def test_origin_of_every_value_is_known(recipe: Path) -> None:
     loaded = load_config(recipe, ["rollout.top_k=5"])
     others = {"algorithm.advantage.variant", "algorithm.advantage.weighting", "algorithm.advantage.scale"}
-    others |= {"algorithm.advantage.function"}
+    others |= {"algorithm.advantage.function", "algorithm.advantage.weights"}
     others |= {path for path in leaf_fields() if path.startswith("algorithm.loss.")} - set(loaded.origins)
     assert set(leaf_fields()) - set(loaded.origins) == others  # of members of a union that are not chosen
     assert loaded.origins["rollout.group_size"] == str(recipe)
