@@ -140,7 +140,7 @@ def main() -> None:
     rows = [row for recipe in recipes for repeats in (False, True) for row in measure(recipe, sizes[recipe], steps, repeats)]
     result = {"steps": steps, "rows": rows}
     if arguments.save:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        RESULT.write_text(json.dumps({"runs": [result]}, indent=1) + "\n")
     options.show(result, arguments)
 
 
