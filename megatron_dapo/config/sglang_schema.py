@@ -70,7 +70,7 @@ class SglangConfig(Section):
 
     weight_sync_full_interval: PositiveInt = 1
     """Weight updates from one full one to the next; those between send only the elements that changed, and the checksums
-    of all are compared as ever. 1: all are full. Worth it for servers behind a slow network and learning rates near 1e-6,
+    of all are compared as ever. 1: all are full. Worth it for servers across a slow network and learning rates near 1e-6,
     at which 0.5 to 2 % of bf16 weights change; an update that changes more than about a tenth is full. Each trainer rank
     then keeps a copy of what it sends. Not for weight_sync_transport = "disk"."""
 

@@ -157,7 +157,7 @@ def _proposal(rates: EngineRates, measured: Measured, split: Split, limits: Spli
     rounds = {one: _seconds(rates, measured, split, limits, one, 0.0) for one in _grid(1.0, 1.0 + free)}
     best = min(one.step for one in rounds.values())
     oversample = next(one for one, seconds in rounds.items() if seconds.step <= best * (1 + SAME))
-    # Without a limit of its own, `ahead` is max_staleness.
+    # If it is not limited, `ahead` is max_staleness.
     less = {one: _seconds(rates, measured, split, limits, oversample, one) for one in _grid(STEP, free - STEP)}
     ahead = next((one for one, seconds in less.items() if seconds.step <= best * (1 + SAME)), 0.0)
     return Proposal(split, oversample, ahead, less[ahead] if ahead else rounds[oversample])

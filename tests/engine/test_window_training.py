@@ -1,5 +1,5 @@
 """T-PPO on a real server: responses continue after their windows with new weights, trainer and engine agree on them. The
-critic has a process of its own, and weights come by point-to-point. Windows that overlap are of two policies."""
+critic has a separate process, and weights come by point-to-point. Windows that overlap are of two policies."""
 
 from __future__ import annotations
 

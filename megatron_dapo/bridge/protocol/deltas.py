@@ -46,7 +46,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def change(values: torch.Tensor, held: torch.Tensor) -> Change:
     """Return the elements of `values` whose bits differ from those of `held`, of the same shape."""
     positions = differences(bits(values), bits(held))
-    # Types of one byte have no index operations of their own.
+    # Types of one byte have no index operations.
     changed = bits(values).reshape(-1)[positions].view(values.dtype)
     return Change(positions, changed)
 

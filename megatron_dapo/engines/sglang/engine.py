@@ -418,7 +418,7 @@ class SglangEngine:
             _LENGTH_MEMORY if self._mean_length else 1.0
         )
         self.statistics.num_completions += 1
-        # The turns of an episode have contexts of their own, which do not come again.
+        # The turns of an episode have separate contexts, which do not come again.
         if self._drafts is not None and not job.request.affinity:
             self._drafts.history.note(job.request.prompt_ids, completion.token_ids, job.server.index, self._version)
         del self._jobs[completion.request_id]

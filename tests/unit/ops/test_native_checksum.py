@@ -1,4 +1,4 @@
-"""The compiled checksum against Python integers: every slice, layout of memory and bit, counted alone or while copied."""
+"""The compiled checksum against Python integers: every slice, layout of memory and bit, counted only or while copied."""
 
 from __future__ import annotations
 

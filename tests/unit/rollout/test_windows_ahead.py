@@ -102,7 +102,7 @@ def test_the_next_window_is_collected_before_new_weights_come_and_no_further_one
 
 
 def test_new_weights_finish_a_window_that_older_ones_began() -> None:
-    """The rest of each window is sampled by the weights that train it, behind the tokens that there are."""
+    """The rest of each window is sampled by the weights that train it, after the tokens that there are."""
     world = make_world(jitter=3)
     polls = Counter[int]()
     poll = world.engine.poll
