@@ -1,4 +1,4 @@
-"""SAO against GRPO and VAPO: held-out accuracy by generated tokens, with responses up to eight versions old.
+"""SAO against GRPO and VAPO: held-out accuracy by generated tokens.
 
     python benchmarks/sao.py [--json] [--tiny] [--jobs 2] [--grid examples/grids/sao.toml] [--results RESULTS.jsonl]
 
@@ -10,7 +10,8 @@ share prompts, model, held-out problems and, but for what they are named after, 
     seconds_vs_grpo       the same for seconds of training, the critic's pretraining included
     accuracy_difference   SAO's final accuracy minus GRPO's: mean over seeds, and Student's interval of 95 % (null: one seed)
 
-`rows` has the same of every variant. GRPO at staleness 8 has truncated importance sampling, which the product wants there.
+`rows` has the same of every variant. All are on policy: the embedded engine takes turns with the trainer, and rollout.max_staleness = 2 and 8 gave
+one and the same run.
 """
 
 from __future__ import annotations
