@@ -126,6 +126,8 @@ BENCHMARKS: dict[str, Check] = {
         r["modes"]["retract"]["again_tokens"] > r["modes"]["in_place"]["again_tokens"]
         and min(mode["syncs"] for mode in r["modes"].values()) > 0
     ),
+    f"gpu/speculation.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
+    f"gpu/streamed.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/rollout.py --rounds 1 --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/probes.py --engine-python {ENGINE_PYTHON}": lambda r: r["cases"] and not r["failed"],
     f"gpu/slot.py c --engine-python {ENGINE_PYTHON}": lambda r: (

@@ -67,7 +67,12 @@ def test_sglang_reads_documents_of_token_ids_back_exactly(engine_python: Path, r
 
 def run(python: Path, program: str, repository: Path, *arguments: str) -> Any:
     """Return the JSON that a program of the engine's environment prints last."""
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "SGLANG_USE_CPU_ENGINE": "1"}
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(Path.home()),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CXX": "c++ -include cstddef",  # a header of SGLang 0.5.17 uses size_t without it
+    }
     command = [python, "-c", SHIM + program, str(repository), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
