@@ -7,6 +7,7 @@ share prompts, model, held-out problems and, but for what they are named after, 
 
     tokens_vs_grpo        tokens that SAO has generated when its held-out accuracy, the mean over seeds and linear between
                           evaluations, first reaches GRPO's final one, over the tokens of GRPO's whole runs; null: never
+    all_tokens_vs_grpo    the same with the tokens of the critic's pretraining
     seconds_vs_grpo       the same for seconds of training, the critic's pretraining included
     accuracy_difference   SAO's final accuracy minus GRPO's: mean over seeds, and Student's interval of 95 % (null: one seed)
 
@@ -88,6 +89,7 @@ def row(records: Mapping[int, Record], baseline: Mapping[int, Record]) -> dict[s
     """Return the figures of a variant against the baseline, both by seed."""
     points, (final, all_tokens, all_seconds) = curve(list(records.values())), curve(list(baseline.values()))[-1]
     found, difference = reached(points, final), paired_difference(records, baseline)
+    pretraining = fmean(record["pretrain_tokens"] for record in records.values())
     assert difference is not None, "variants have common seeds"
     interval = difference.over_seeds
     return {
@@ -96,6 +98,7 @@ def row(records: Mapping[int, Record], baseline: Mapping[int, Record]) -> dict[s
         "tokens": points[-1][1],
         "seconds": round(points[-1][2], 1),
         "tokens_vs_grpo": found and found[0] / all_tokens,
+        "all_tokens_vs_grpo": found and (found[0] + pretraining) / all_tokens,
         "seconds_vs_grpo": found and found[1] / all_seconds,
         "accuracy_difference": interval.value,
         "interval": [interval.low, interval.high] if difference.num_pairs > 1 else None,
@@ -108,7 +111,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     for record in records:
         by_variant.setdefault(record["variant"], {})[record["seed"]] = record
     rows = {name: row(of_seeds, by_variant[BASELINE]) for name, of_seeds in by_variant.items()}
-    keys = ("tokens_vs_grpo", "seconds_vs_grpo", "accuracy_difference", "interval")
+    keys = ("tokens_vs_grpo", "all_tokens_vs_grpo", "seconds_vs_grpo", "accuracy_difference", "interval")
     return {"benchmark": "sao", **{key: rows[SAO][key] for key in keys}, "rows": rows}
 
 

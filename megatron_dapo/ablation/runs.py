@@ -237,6 +237,7 @@ def record_of(run: Run, grid: Grid, commit: str) -> dict[str, Any]:
         "train_steps": summary.train_steps,
         "train_seconds": round(summary.train_seconds, 1),
         "pretrain_seconds": _pretrain_seconds(run),
+        "pretrain_tokens": _pretrain_tokens(run),
         "layout": summary.layout,
         "threads": os.cpu_count(),
         "protocol": _protocol(results[last]),
@@ -259,6 +260,15 @@ def _pretrain_seconds(run: Run) -> float:
     if run.critic_directory is None:
         return 0.0
     return round(read_summary(RunPaths(run.critic_directory).summary).train_seconds, 1)
+
+
+def _pretrain_tokens(run: Run) -> float:
+    """Return the tokens that the pretraining of the run's critic generated; 0 without one."""
+    if run.critic_directory is None:
+        return 0.0
+    metrics = RunPaths(run.critic_directory).metrics
+    rows = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+    return float(sum(json.loads(row)[TOKENS] for row in rows))
 
 
 def _read(file: Path) -> EvaluationResult:
