@@ -447,7 +447,7 @@ class CriticContext:
     is_correct: bool
     window: Window
     turns: tuple[TurnCredit, ...] = ()  # turns of the sequence
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; their sum is `reward`
+    rewards: Mapping[str, float] = field(default_factory=dict)  # name -> reward; their sum is `reward`
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class StepCost:
     tokens: int  # generated, and trained by the policy
     work: float  # of training
     idle_share: float
-    again: float = 0.0  # of computing the contexts of unfinished responses again, if new weights come in the rollout
+    again: float = 0.0  # prefill of unfinished responses after a weight update during the rollout
 
 
 def engine_times(new_tokens: torch.Tensor, ticks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,7 +117,7 @@ class SimulatedServers:
         self._requests: dict[str, GenerationRequest] = {}
         self._done: dict[str, int] = {}  # tokens of stopped responses
         self._open: Counter[Hashable] = Counter()  # group -> its unfinished responses
-        self._runs: dict[str, tuple[VersionRange, ...]] = {}  # of running responses, up to the last update in flight
+        self._runs: dict[str, tuple[VersionRange, ...]] = {}  # versions of running responses up to the last update in flight
 
     @property
     def num_unfinished(self) -> int:
@@ -208,7 +208,7 @@ class WatchedCollector(Collector):
     def __init__(self, inner: Collector, engine: SimulatedServers, clock: Clock) -> None:
         self._inner, self._servers, self._clock = inner, engine, clock
         self.is_collecting = False
-        self.seconds: list[float] = []  # that each collection took
+        self.seconds: list[float] = []  # length of each collection
         self.is_awaited = False  # the trainer waits for the batch that is collected
 
     def collect(
@@ -293,7 +293,7 @@ class Run:
         self.time = 0.0
         self.version = -1
         self.trained: list[list[tuple[int, int]]] = []  # by step: (group, age)
-        self.token_ages: list[Counter[int]] = []  # by step
+        self.token_ages: list[Counter[int]] = []  # one counter for each step
         self.num_events = 0  # polls after which the accounts were checked
 
     def _collector(self) -> Collector:

@@ -37,7 +37,7 @@ class _Owned:
 class Delta:
     """One rank's changes from version `base` to the next."""
 
-    plan: SyncPlan  # of larger buckets
+    plan: SyncPlan  # with larger buckets than a full update
     rank: int
     base: int
     slot_bytes: Mapping[int, int]  # engine rank -> size of its slots in shared memory

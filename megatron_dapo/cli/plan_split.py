@@ -60,12 +60,12 @@ class SplitReport:
 
     config: Config
     gpu: str
-    num_steps: int  # in the means
+    num_steps: int  # number of steps in the means
     measured: Measured
     idle: float  # measured seconds of a step in which a server has no request
     now: Proposal  # the run's split and settings, in the queue
-    factor: float  # of the engines' rates, against those that a plan takes
-    is_told: bool  # by the measured seconds
+    factor: float  # engines' measured rates / planned rates
+    is_told: bool  # the measured seconds determine `factor`
     proposals: Sequence[Proposal]
 
     @property

@@ -44,7 +44,7 @@ class Overlapped:
 
     step: float
     wait: float  # the trainer's for its batch
-    collect: float  # from the moment at which a batch may be collected until it is complete, updates in between included
+    collect: float  # seconds from when a batch may be collected until it is complete, including updates in between
 
     @property
     def engine_idle(self) -> float:

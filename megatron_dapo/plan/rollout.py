@@ -20,7 +20,7 @@ SIGMA = 1.0  # standard deviation of log length: most responses are short and a 
 MEAN_SHARE = 0.25  # default mean of reasoning rollouts, as a share of the longest response
 MEAN_PROMPT_SHARE = 0.125  # mean prompt, as a share of the longest prompt
 KEPT_SHARE = 0.6  # share of groups that remain after all-right and all-wrong ones are dropped
-REDUCTION_SECONDS = 30e-6  # of a small all-reduce between nodes by RDMA: an order of magnitude, not measured
+REDUCTION_SECONDS = 30e-6  # small all-reduce between nodes by RDMA; an order of magnitude, not measured
 MOST_SIMULATED = 4096  # most responses of an engine that are simulated one by one
 
 

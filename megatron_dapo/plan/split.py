@@ -18,7 +18,7 @@ from megatron_dapo.plan.overlap import Overlapped, QueuedStep, overlapped_second
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 
 SAME = 0.01  # steps that differ by less are as long
-STEP = 0.25  # of `oversample` and `ahead`
+STEP = 0.25  # resolution of `oversample` and `ahead`
 NUM_LENGTHS = 1024
 _SLOWEST, _FASTEST = 1e-5, 1e3  # engines, as multiples of the given rates
 # Times agree within _OFF; rates are told by one if those that agree differ by less than _TOLD.
@@ -31,9 +31,9 @@ class Measured:
 
     step: float  # seconds; so are the next four
     wait: float  # the trainer's for its batch
-    train: float  # of the trainer's phases
-    update: float  # of weights
-    collect: float  # of a batch, updates in between included
+    train: float  # seconds of the trainer's phases
+    update: float  # seconds of a weight update
+    collect: float  # seconds to collect a batch, including updates in between
     responses: float  # generated a step
     lengths: Lengths
 

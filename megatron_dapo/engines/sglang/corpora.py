@@ -21,7 +21,7 @@ class Drafts:
         """`name`: tells corpora of this engine from those that a kept server has of the last attempt."""
         self.history = DraftHistory(num_servers, max_tokens, max_age)
         self._name = name
-        self._threads: dict[int, threading.Thread] = {}  # by server
+        self._threads: dict[int, threading.Thread] = {}  # server -> thread
 
     def renew(self, server: int, client: SglangClient, version: int) -> None:
         """Begin to load a server's next corpus if it is due. A server that still loads one is left alone."""

@@ -58,7 +58,7 @@ class HttpDispatcher:
         self._answered_at: dict[SglangClient, float] = {}  # last answer of each server, on the loop's clock
         self._num_open: Counter[SglangClient] = Counter()  # attempts of each server
         self._busy_since: dict[SglangClient, float] = {}  # servers with attempts, on the loop's clock
-        self._busy_s = 0.0  # of the times in which a server had attempts, up to its last one without
+        self._busy_s = 0.0  # finished busy periods of all servers
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends by an error does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-dispatcher", daemon=True)

@@ -71,7 +71,7 @@ class SglangEngineSettings:
     abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # the trained model's, for requests that want it; None: it has no experts
     update_pause: UpdatePause = "abort"  # the mode that the servers were started for
-    draft_corpus_tokens: int = 0  # of earlier responses, for servers that draft; 0: they do not
+    draft_corpus_tokens: int = 0  # tokens of earlier responses in a server's corpus; 0: no drafts
     draft_age: int = 100  # policy versions after which those are dropped
 
 

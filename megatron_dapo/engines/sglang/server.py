@@ -124,7 +124,7 @@ class AttachedServer:
 
     answers = True  # False: the part of a server on its second or a later node
     meeting = ""  # where its parts on other nodes meet it (`Meeting`)
-    is_kept = False  # from an attempt before this one
+    is_kept = False  # started by an earlier attempt
 
     def __init__(
         self, url: str, key_file: Path, expectation: Expectation, index: int = 0, timeout_s: float = 60.0

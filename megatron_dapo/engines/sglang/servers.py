@@ -117,7 +117,7 @@ class Servers:
 class Part:
     """A server to start, or its part on one of its nodes."""
 
-    index: int  # of the server
+    index: int  # server's index
     slot: int  # among the parts of the node
     node_rank: int = 0
     meeting: str = ""  # where the parts of a server on several nodes meet; "" on the first of them

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from statistics import NormalDist, fmean
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,14 +37,6 @@ def turns(**changes: Any) -> QueuedStep:
 )
 def test_steps_of_equal_responses(changes: dict[str, Any], expected: float) -> None:
     assert overlapped_seconds(FLAT, Lengths((1000,), 0.0), turns(**changes)).step == pytest.approx(expected, rel=0.05)
-
-
-@pytest.fixture(scope="module")
-def twin(repository: Any) -> SimpleNamespace:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(repository / "benchmarks")
-        names: dict[str, ModuleType] = {name: importlib.import_module(f"twin.{name}") for name in ("ours", "simulation")}
-        return SimpleNamespace(**names)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,14 +72,6 @@ def test_windows_have_no_settings_to_choose() -> None:
     measured = Measured(13.0, 0.0, 12.0, 1.0, 10.0, 64, EQUAL)
     [found] = propose(FLAT, measured, [Split(5, 1, 9.6)], SplitLimits(64, 1, has_windows=True))
     assert (found.oversample, found.ahead) == (1.0, 0.0) and found.waits == "trainer"
-
-
-@pytest.fixture(scope="module")
-def twin(repository: Path) -> SimpleNamespace:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(repository / "benchmarks")
-        names: dict[str, ModuleType] = {name: importlib.import_module(f"twin.{name}") for name in ("ours", "simulation")}
-        return SimpleNamespace(**names)
 
 
 RATES = EngineRates(15.2e9 / 4, 57344 / 4, 7.07e9, 4, GPUS["H20"])  # verl's 7B setting on four GPUs a server
