@@ -57,7 +57,8 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
         assert not found.layouts and found.reasons
         return
     if model in NEEDS_FP8_ENGINES and algorithm != "dapo":
-        assert not found.layouts and 'Fix: set algorithm.off_policy.correction = "tis"' in found.refused
+        # Servers in FP8 need a correction. Without one, only servers over several nodes hold the model.
+        assert found.layouts and all(one.settings["sglang.nodes_per_server"] > 1 for one in found.layouts)
         config = derive(config, {"algorithm.off_policy.correction": "tis"})
         found = found_for(config, model, gpus)
     assert found.layouts, (found.reasons, found.refused)
