@@ -30,8 +30,8 @@ from megatron_dapo.telemetry.samples import (
     TOKENS_PER_STEP,
     SampleWriter,
     TokenTexts,
-    choose,
     branch_texts,
+    choose,
     sample_record,
     token_details,
 )

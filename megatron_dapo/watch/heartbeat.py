@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -185,7 +185,7 @@ class Heartbeat:
         Raises RuntimeError if the watcher does not start. It needs Linux; other systems get no watcher.
         """
         if not sys.platform.startswith("linux"):
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            self._start_thread()
             return
         address = f"\0megatron-dapo-{os.getuid()}-{place.run_id}-{place.node_rank}"
         self.place, self.attempt = place, place.attempt
@@ -203,8 +203,22 @@ class Heartbeat:
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         self._write_page()
-        atexit.register(self.close)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            # A thread that returns from torch's C++ code after the interpreter has ended aborts the process ("terminate
+            # called without an active exception"), and `_look` asks torch for its process groups' counters.
+            self.close()
+            if self._socket is not None:
+                with suppress(OSError):  # disconnected before
+                    self._socket.shutdown(socket.SHUT_RD)
+            thread.join(2 * _SAMPLE_S)
+
+        atexit.register(end)
 
     def close(self, is_complete: bool = False) -> None:
         """Tell the watcher that this process ends, in good order if `is_complete`."""

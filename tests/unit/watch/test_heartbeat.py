@@ -221,3 +221,28 @@ def test_a_command_of_one_process_has_a_watcher_while_it_works() -> None:
     with process:
         assert process.stdout is not None and process.stdout.readline() == b"done\n"
         assert process.wait(30) == 0 and process.stderr is not None and process.stderr.read() == b""
+
+
+IN_TORCH_AT_EXIT = """
+import time
+import torch.distributed as dist
+from megatron_dapo.watch import heartbeat
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+group = dist.group.WORLD
+
+def look(self):
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        group._get_sequence_number_for_group()
+
+heartbeat.Heartbeat._look = look
+with heartbeat.watched_alone("evaluate"):
+    time.sleep(0.6)
+"""
+
+
+def test_a_process_ends_in_order_while_its_heartbeat_is_in_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TORCH_AT_EXIT], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
