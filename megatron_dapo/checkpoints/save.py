@@ -37,8 +37,8 @@ from megatron_dapo.checkpoints.store import (
 )
 from megatron_dapo.device_thread import device_thread
 from megatron_dapo.files.durable import (
-    DIRECT_BYTES,
     HERE,
+    DIRECT_BYTES,
     Work,
     piece_sizes,
     safetensors_header,

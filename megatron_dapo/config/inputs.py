@@ -17,6 +17,7 @@ from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
 
+
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl", ".jar")  # files that are the argument of an interpreter
 
 

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dapo.config.data_schema import TASK_PREFIX, DataConfig, SourceConfig
-from megatron_dapo.data.files import (
-    Row,
-    RowFormat,
-    count_rows,
-    made_rows,
-    prompt_id_of,
-    question_of,
-    read_rows,
-    sampled_rows,
-)
+from megatron_dapo.data.files import Row, RowFormat, count_rows, made_rows, prompt_id_of, question_of, read_rows, sampled_rows
 from megatron_dapo.data.made_problems import MadeProblems
 
 # Variants of one recipe may have files of one name in several directories.

@@ -27,13 +27,7 @@ from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transform
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture, read_architecture
-from megatron_dapo.parallel.collectives import (
-    broadcast_json,
-    broadcast_tensors,
-    communication_device,
-    sum_over,
-    summing,
-)
+from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over, summing
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.proof import oracle

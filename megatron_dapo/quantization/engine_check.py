@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dapo.engines.sglang.standalone import started
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.engines.sglang.standalone import started
 from megatron_dapo.quantization.probe import Sample
 
 

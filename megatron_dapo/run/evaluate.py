@@ -20,9 +20,9 @@ from megatron_dapo.config import Config
 from megatron_dapo.data.model_inputs import ModelInputs, read_model_inputs
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine
+from megatron_dapo.engines.sglang.standalone import serving_engine, started
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import AttachedServer, EngineStartError, Expectation
-from megatron_dapo.engines.sglang.standalone import serving_engine, started
 from megatron_dapo.evaluation.build import evaluation_protocol, load_eval_dataset
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate, sample_and_score

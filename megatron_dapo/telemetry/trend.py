@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+
 # Of the means for the current and for the earlier level; a mean over N steps has weight 2 / (N + 1).
 _SHORT_STEPS, _LONG_STEPS = 10, 40
 _WINDOW = 100  # steps to look back for the earlier level

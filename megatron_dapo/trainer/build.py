@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_dapo.algorithms.group_advantages import CreditSettings
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, LambdaRule
 from megatron_dapo.algorithms.objective import PolicyObjective

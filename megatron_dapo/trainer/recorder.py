@@ -30,8 +30,8 @@ from megatron_dapo.telemetry.samples import (
     TOKENS_PER_STEP,
     SampleWriter,
     TokenTexts,
-    branch_texts,
     choose,
+    branch_texts,
     sample_record,
     token_details,
 )

@@ -39,14 +39,15 @@ from megatron_dapo.watch.failure import CONTACT, Failure, failure_of, first_line
 from megatron_dapo.watch.network import Datagrams, OwnLink
 from megatron_dapo.watch.verdict import (
     BOUNDED,
-    EndStage,
     NodeView,
+    EndStage,
     WatchLimits,
     exit_failure,
     next_stage,
     rank_failure,
 )
 from megatron_dapo.watch.watched_rank import LOOK_CLOSER_S, MESSAGE_BYTES, WatchedRank
+
 
 _IS_ALIVE = errno.EISCONN  # exit code of a child that has read a lost node's word
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+import numpy as np
 import torch
 import torch.distributed as dist
 from launcher import run_distributed, target_in

@@ -35,8 +35,7 @@ from megatron_dapo.plan.memory import EngineMemory, engine_memory, free_at_start
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
-from tests.unit.config.architectures import DENSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
-from tests.unit.config.architectures import EXPERTS as SPARSE
+from tests.unit.config.architectures import DENSE, EXPERTS as SPARSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, "sglang.srt.models.llama"),

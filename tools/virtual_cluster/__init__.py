@@ -12,14 +12,7 @@ switch, munged and slurmctld. The file system is shared, as a cluster's is. Need
 munge and iproute2; none of their services has to run on the machine itself, whose network is left alone.
 """
 
-from tools.virtual_cluster.cluster import (
-    CGROUP_V1,
-    CONTROLLER,
-    ClusterSettings,
-    JobState,
-    VirtualCluster,
-    virtual_cluster,
-)
+from tools.virtual_cluster.cluster import CGROUP_V1, CONTROLLER, ClusterSettings, JobState, VirtualCluster, virtual_cluster
 from tools.virtual_cluster.machine import unavailable
 
 __all__ = ["CGROUP_V1", "CONTROLLER", "ClusterSettings", "JobState", "VirtualCluster", "unavailable", "virtual_cluster"]

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
-from megatron_dapo.checkpoints.formats.huggingface import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    HFCheckpoint,
-    dtype_name,
-    untouched_names,
-)
+from megatron_dapo.checkpoints.formats.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, dtype_name, untouched_names
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.layout import TensorSpec

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_dapo.engines.endpoint.format import (
-    MODEL,
     Body,
     ChatAnswer,
     ChatRequest,
     Function,
     Ignoring,
+    MODEL,
     Neutral,
     Sampling,
     assistant,

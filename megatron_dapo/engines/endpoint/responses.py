@@ -10,12 +10,12 @@ from pydantic import Discriminator, Field, Tag
 
 from megatron_dapo.engines.endpoint import chat
 from megatron_dapo.engines.endpoint.format import (
-    MODEL,
     Body,
     ChatAnswer,
     ChatRequest,
     Function,
     Ignoring,
+    MODEL,
     Neutral,
     Sampling,
     assistant,

@@ -19,6 +19,7 @@ from megatron_dapo.engines.sglang.client import EngineError, EngineTimeout, Sgla
 from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import GenerationRequest, RoutingShape
 
+
 # One try of a request on one server: its number, unique, and the key of its cache, see `SglangClient.generate`.
 Attempt = tuple[int, SglangClient, GenerationRequest, str]
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_dapo.rewards.result import RewardResult, RewardSample
 
-
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of `sample` or `samples` that calls one of TRL or verl; any other function as it is.
 

@@ -125,7 +125,7 @@ def test_a_budget_has_its_total_and_gives_who_wants_more_no_less(wanted, fractio
 
 def dealt(wanted, total, smallest, largest):
     """The docstring of `fit_total` round by round, in fractions."""
-    sizes = dict.fromkeys(range(len(wanted)), smallest)
+    sizes = {index: smallest for index in range(len(wanted))}
     left = total - smallest * len(wanted)
     while left:
         below = [index for index in sizes if sizes[index] < largest]
@@ -135,7 +135,7 @@ def dealt(wanted, total, smallest, largest):
         shares = {index: left * weight / sum(weights.values()) for index, weight in weights.items()}
         given = {index: min(math.floor(share), largest - sizes[index]) for index, share in shares.items()}
         if max(shares.values()) < 1:
-            given = dict.fromkeys(sorted(below, key=lambda index: (-shares[index], index))[:left], 1)
+            given = {index: 1 for index in sorted(below, key=lambda index: (-shares[index], index))[:left]}
         for index, number in given.items():
             sizes[index] += number
             left -= number

@@ -30,8 +30,8 @@ from megatron_dapo.checkpoints.store import (
 from megatron_dapo.files.durable import HERE, is_intact, write_direct
 from megatron_dapo.files.process import FileProcess
 from megatron_dapo.watch.failure import failure_of
-from tests.unit.checkpoints.test_store import Ranks
 from tests.unit.files import fault_points
+from tests.unit.checkpoints.test_store import Ranks
 
 pytestmark = pytest.mark.skipif(not FileProcess.IS_POSSIBLE, reason="needs Linux's memfd")
 ROOT = Path(__file__).resolve().parents[3]

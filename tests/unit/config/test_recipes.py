@@ -33,13 +33,13 @@ AIME_50 = by_path(
         "algorithm.advantage": {"name": "grpo"},
         "algorithm.loss": {"name": "ppo_clip", **CLIP_HIGHER, "dual_clip": 10.0, "aggregation": "token_mean"},
         "optimizer": {
-            "clip_grad": 1.0, "learning_rate": 1e-6, "schedule": "constant", "weight_decay": 0.1,
-            "warmup_steps": 10, "warmup_unit": "train_step",
+            **{"clip_grad": 1.0, "learning_rate": 1e-6, "schedule": "constant", "weight_decay": 0.1},
+            **{"warmup_steps": 10, "warmup_unit": "train_step"},
         },
         "rollout": {
-            "prompts_per_step": 512, "group_size": 16, "max_response_tokens": 20480,
-            "filter_groups": True, "dynamic_sampling": "hard", "accuracy_min": 0.0, "accuracy_max": 1.0,
-            "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+            **{"prompts_per_step": 512, "group_size": 16, "max_response_tokens": 20480},
+            **{"filter_groups": True, "dynamic_sampling": "hard", "accuracy_min": 0.0, "accuracy_max": 1.0},
+            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0},
         },
         "data": {"max_prompt_tokens": 2048, "deduplicate": True},
         "training": {"mini_batch_prompts": 32, "epochs": 1},
@@ -54,7 +54,7 @@ VAPO = by_path(
         "algorithm": {"name": "vapo", "positive_example_coefficient": 0.1},
         "algorithm.loss": {**CLIP_HIGHER, "aggregation": "token_mean"},
         "advantage_estimation": {
-            "gamma": 1.0, "lambda_rule": "length_adaptive", "lambda_alpha": 0.05, "critic_lambda": 1.0
+            **{"gamma": 1.0, "lambda_rule": "length_adaptive", "lambda_alpha": 0.05, "critic_lambda": 1.0}
         },
         "optimizer": {"learning_rate": 1e-6},
         "critic.optimizer": {"learning_rate": 2e-6},
@@ -68,7 +68,7 @@ TPPO = by_path(
         "algorithm": {"name": "tppo", "positive_example_coefficient": 0.1},
         "algorithm.loss": {**CLIP_HIGHER, "dual_clip": 10.0, "aggregation": "rollout_token_mean"},
         "advantage_estimation": {
-            "lambda_rule": "window", "lambda_alpha": 0.05, "lambda_floor": 0.95, "critic_lambda": 1.0, "clip": 10.0
+            **{"lambda_rule": "window", "lambda_alpha": 0.05, "lambda_floor": 0.95, "critic_lambda": 1.0, "clip": 10.0}
         },
         "window": {"tokens": 8192, "ignored_tail_tokens": 8},
         "rollout": {"max_response_tokens": 24576, "group_size": 16},
@@ -86,14 +86,14 @@ IN_PAPER: dict[str, dict[str, Any]] = {
             for path in AIME_50
             if path.startswith(("algorithm.", "rollout.", "reward.", "evaluation."))
         },
-        "optimizer.learning_rate": 1e-6, "optimizer.schedule": "constant", "optimizer.warmup_steps": 20,
-        "optimizer.warmup_unit": "train_step", "training.mini_batch_prompts": 32,
+        **{"optimizer.learning_rate": 1e-6, "optimizer.schedule": "constant", "optimizer.warmup_steps": 20},
+        **{"optimizer.warmup_unit": "train_step", "training.mini_batch_prompts": 32},
         "evaluation.max_response_tokens": 20480,
     },
     "vapo": {
         **VAPO,
-        "run.total_steps": 320, "optimizer.schedule": "constant", "critic.optimizer.schedule": "constant",
-        "critic.mini_batch_prompts": 0, "critic.warmup_train_steps": 0, "evaluation.num_samples": 32,
+        **{"run.total_steps": 320, "optimizer.schedule": "constant", "critic.optimizer.schedule": "constant"},
+        **{"critic.mini_batch_prompts": 0, "critic.warmup_train_steps": 0, "evaluation.num_samples": 32},
         "algorithm.loss.name": "ppo_clip",
     },
     "tppo": by_path(
@@ -103,7 +103,7 @@ IN_PAPER: dict[str, dict[str, Any]] = {
             "advantage_estimation": {"gamma": 1.0, "critic_lambda": 1.0},
             "window": {"tokens": 8192},
             "rollout": {
-                "prompts_per_step": 512, "group_size": 16, "max_response_tokens": 24576, "filter_groups": False
+                **{"prompts_per_step": 512, "group_size": 16, "max_response_tokens": 24576, "filter_groups": False}
             },
             "critic": {"mini_batch_prompts": 0},
             "evaluation": {"num_samples": 32, "max_response_tokens": 24576},

@@ -10,18 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_dapo.environments import (
-    AsyncClient,
-    Client,
-    EpisodeTask,
-    Lost,
-    ModelCall,
-    ModelTurn,
-    Reward,
-    Step,
-    tool,
-    user,
-)
+from megatron_dapo.environments import AsyncClient, Client, EpisodeTask, Lost, ModelCall, ModelTurn, Reward, Step, tool, user
 from megatron_dapo.environments.remote.api import checked_messages, final_step
 from tests.unit.environments.user_environments import Calculator
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.files.durable import DirectoryReplaced
 from megatron_dapo.launch import lifetime
+from megatron_dapo.files.durable import DirectoryReplaced
 from megatron_dapo.launch.lifetime import (
     DirectoryInUse,
     DirectoryLock,

@@ -11,7 +11,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from megatron_dapo.quantization.experts import SeparateExperts, separate_experts
 from megatron_dapo.quantization.probe import compare, logprobs_of
 
-
 @pytest.fixture
 def separated(expert_model):
     model = copy.deepcopy(expert_model)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dapo.data.tool_calls import Tool, ToolCall, TurnParser
 from megatron_dapo.data.turns import TurnTemplate
-from megatron_dapo.engines.base import PrefixReuse, aborted, finish_reason_of, is_complete
+from megatron_dapo.engines.base import PrefixReuse, finish_reason_of, is_complete, aborted
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.rollout.episodes.engine import EpisodeEngine
 from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings

@@ -16,16 +16,10 @@ from megatron_dapo.data.model_inputs import ModelInputs
 from megatron_dapo.data.sources import Source
 from megatron_dapo.data.template import StopTokens
 from megatron_dapo.environments.pool import WorkerSettings
-from megatron_dapo.rollout.collector import LossLimits
 from megatron_dapo.rollout.episodes.live_episode import EpisodeSettings
-from megatron_dapo.trainer.build_episodes import (
-    check_tool_role,
-    episode_engine,
-    episode_settings,
-    template_proof,
-    worker_settings,
-)
+from megatron_dapo.rollout.collector import LossLimits
 from megatron_dapo.trainer.build_rollout import loss_limits
+from megatron_dapo.trainer.build_episodes import check_tool_role, episode_engine, episode_settings, template_proof, worker_settings
 from tests.unit.config.small import make
 from tests.unit.data.published_templates import turn_template
 from tests.unit.environments import user_environments

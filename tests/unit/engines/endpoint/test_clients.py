@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ SHELL = (
 def make_pool(template: Path) -> WorkerPool:
     settings = {
         "command": [sys.executable, str(PROGRAM), str(PACKAGES)],
-        "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 1,
+        **{"temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 1},
         "template": {"path": str(template), "trust_remote_code": False, "name": "chat", "options": {}, "history": "keep"},
     }
     command = (sys.executable, "-m", AGENTS, json.dumps(settings))

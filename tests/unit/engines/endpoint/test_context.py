@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.unit.data.published_templates import any_ids, content, turn_template
 
 from megatron_dapo.data.turns import TurnTemplate
 from megatron_dapo.engines.endpoint.context import num_context_tokens
 from megatron_dapo.engines.endpoint.format import ChatAnswer
 from megatron_dapo.types import FinishReason
-from tests.unit.data.published_templates import any_ids, content, turn_template
 
 TOOL: dict[str, Any] = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 REASONS: tuple[FinishReason, ...] = ("stop", "length")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.engines.endpoint.test_server import Post, Script, said, served
 
 from megatron_dapo.engines.endpoint.server import ChatEndpoint
-from tests.unit.engines.endpoint.test_server import Post, Script, said, served
 
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
 ADD = {"name": "add", "description": "Add.", "parameters": PARAMETERS}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.engines.endpoint.test_server import Post, Script, said, served
 
 from megatron_dapo.engines.endpoint.server import ChatEndpoint
-from tests.unit.engines.endpoint.test_server import Post, Script, said, served
 
 TOOL = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}, "strict": True}
 # NeMo-Gym's agents may send every field of a request, unset ones as null, and name no model.

@@ -62,7 +62,7 @@ def test_rewards_are_those_of_verifiers_own_evaluation(monkeypatch: pytest.Monke
     monkeypatch.setattr(world, "turn_of", turn_of)
     settings = {
         "command": [sys.executable, str(PROGRAM), packages],
-        "temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 1,
+        **{"temperature": 1.0, "top_p": 1.0, "other_sampling": "refuse", "max_branches": 1},
     }
     command = (sys.executable, "-m", AGENTS, json.dumps(settings))
     limits = world.settings(retries=0, max_context_tokens=4000, max_environments=2, order="arrival")

@@ -11,8 +11,7 @@ import httpx
 import pytest
 from fake_server import ENDPOINTS, FakeServer, openapi_of
 
-from megatron_dapo.engines.sglang import protocol
-from megatron_dapo.engines.sglang import server as server_module
+from megatron_dapo.engines.sglang import protocol, server as server_module
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.server import EngineStartError, Expectation, ServerInfo, checked, open_http
 from megatron_dapo.engines.sglang.versions import ApiVersion
