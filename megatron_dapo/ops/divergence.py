@@ -18,6 +18,7 @@ a constant in d drops out of the variance. Over a tensor-parallel group: one all
 from __future__ import annotations
 
 # The generalized KL of the loss (algorithm.gkl, arXiv 2503.08038).
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,24 @@ def vocab_parallel_divergence(
         raise ValueError(f"divergence: weigh_by {weigh_by!r} is none of {', '.join(WEIGHING_MODELS)}")
     if not gamma >= 0:
         raise ValueError(f"divergence: gamma {gamma} must be at least 0")
+    reference, actor = paired_heads(
+        (hidden, weight), (reference_hidden, reference_weight), vocab_size, temperature, group, (chunk_tokens, chunk_columns)
+    )
+    pair = _Pair(reference, actor, WEIGHING_MODELS[weigh_by], float(gamma))
+    return Divergence(*_Divergence.apply(hidden, weight, pair))
+
+
+def paired_heads(
+    actor: tuple[torch.Tensor, torch.Tensor],
+    reference: tuple[torch.Tensor, torch.Tensor],
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    chunks: tuple[int | None, int | None],
+) -> tuple[HeadInputs, HeadInputs]:
+    """Return the inputs of the reference's and of the actor's head, each given as (hidden [P, h], weight [rows, h]), in
+    common tiles. `chunks`: tokens and columns of a tile. ValueError if the two do not fit each other."""
+    (hidden, weight), (reference_hidden, reference_weight) = actor, reference
     if reference_weight.size(0) != weight.size(0) or reference_hidden.size(0) != hidden.size(0):
         raise ValueError(
             f"divergence: the actor has {hidden.size(0)} tokens and {weight.size(0)} rows, "
@@ -76,14 +95,11 @@ def vocab_parallel_divergence(
     targets = torch.zeros(hidden.size(0), dtype=torch.int64, device=hidden.device)
     shard = shard_of(hidden, weight, targets, temperature, vocab_size, group)
     shard_of(reference_hidden, reference_weight, targets, temperature, vocab_size, group)
-    tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
-    pair = _Pair(
+    tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, *chunks, num_models=2)
+    return (
         HeadInputs(reference_hidden.detach(), reference_weight.detach(), targets, shard, tiles),
         HeadInputs(hidden, weight, targets, shard, tiles),
-        WEIGHING_MODELS[weigh_by],
-        float(gamma),
     )
-    return Divergence(*_Divergence.apply(hidden, weight, pair))
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,7 @@ def _sums(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
         for source in sources:
             source.enter(columns)
         for tokens in actor.token_tiles():
-            logits = _logits(sources, tokens, actor.shard.temperature)
+            logits = pair_logits(sources, tokens, actor.shard.temperature)
             # One pass: the sums so far move to the larger maxima, see the module's docstring.
             largest = torch.maximum(maxima[:, tokens], torch.stack([tile.amax(dim=1) for tile in logits]))
             _rebase(sums[:, tokens], maxima[:, tokens] - largest, pair)
@@ -149,7 +165,8 @@ def _sums(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
     return maxima, sums
 
 
-def _logits(sources: tuple[chunked.TileLogits, ...], tokens: slice, temperature: float) -> list[torch.Tensor]:
+def pair_logits(sources: Sequence[chunked.TileLogits], tokens: slice, temperature: float) -> list[torch.Tensor]:
+    """Return the scaled logits [c, n] of each source for these tokens and the entered columns."""
     return [chunked.scaled(source.logits(tokens), temperature) for source in sources]
 
 
@@ -210,19 +227,28 @@ class _TokenSums:
     to_cross: torch.Tensor  # [P]
 
 
-class _DivergenceGradients(chunked.TileGradients):
-    """Gradients of the actor's raw products, tile by tile."""
+class PairGradients(chunked.TileGradients):
+    """Gradients of the actor's raw products from the logits of two models, tile by tile."""
 
-    def __init__(self, pair: _Pair, token_sums: _TokenSums, upstream: Upstream) -> None:
-        super().__init__(pair.actor, upstream)
-        self._pair, self._token_sums = pair, token_sums
-        self._reference, self._entered = chunked.TileLogits(pair.reference), slice(0, 0)
+    def __init__(self, reference: HeadInputs, actor: HeadInputs, upstream: Upstream) -> None:
+        super().__init__(actor, upstream)
+        self._reference, self._entered = chunked.TileLogits(reference), slice(0, 0)
 
-    def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
+    def logits(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> list[torch.Tensor]:
+        """Return the scaled logits [c, n] of the reference and of the actor, whose source is given."""
         if self._entered != columns:  # `chunked.gradients` only enters the actor's rows
             self._reference.enter(columns)
             self._entered = columns
-        logits = _logits((self._reference, source), tokens, self._pair.actor.shard.temperature)
+        return pair_logits((self._reference, source), tokens, self._temperature)
+
+
+class _DivergenceGradients(PairGradients):
+    def __init__(self, pair: _Pair, token_sums: _TokenSums, upstream: Upstream) -> None:
+        super().__init__(pair.reference, pair.actor, upstream)
+        self._pair, self._token_sums = pair, token_sums
+
+    def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
+        logits = self.logits(source, tokens, columns)
         u = [tile.sub_(largest[tokens, None]) for tile, largest in zip(logits, self._token_sums.maxima, strict=True)]
         exponentials, sums = [tile.exp() for tile in u], self._token_sums.sums[:, tokens]
         to_mse, to_cross = self._token_sums.to_mse[tokens], self._token_sums.to_cross[tokens]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from launcher import run_distributed, target_in
 
+from megatron_dapo.ops.distillation import DIVERGENCES, vocab_parallel_distillation
 from megatron_dapo.ops.divergence import vocab_parallel_divergence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "ops"))
@@ -70,6 +71,33 @@ def divergence_worker(_: Any) -> list[float]:
     ]
 
 
+def distillation_worker(_: Any) -> list[float]:
+    """Compare each divergence from a teacher with one rank's in fp64, in the same two cases."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    return [
+        difference
+        for size in (ROWS * num_ranks - 3, 20)
+        for divergence in DIVERGENCES
+        for difference in _distillation_differences(size, own, ROWS * num_ranks, divergence)
+    ]
+
+
+def _distillation_differences(vocab_size: int, own: slice, rows: int, divergence: str) -> list[float]:
+    hidden, weight, _ = make(NUM_TOKENS, vocab_size=vocab_size, rows=rows, scale=0.5, dtype=torch.float64)
+    found = []
+    for part, group in ((own, dist.group.WORLD), (slice(None), None)):
+        leaves = hidden.clone().requires_grad_(), weight[part].clone().requires_grad_()
+        settings = {"vocab_size": vocab_size, "divergence": divergence, "beta": 0.3, "group": group, "chunk_columns": 9}
+        value = vocab_parallel_distillation(*leaves, hidden[:, :8], weight[part, :8] * 1.2, **settings)
+        value.square().sum().backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    ours, whole = found
+    dist.all_reduce(ours[1])
+    pairs = ((ours[0], whole[0]), (ours[1], whole[1]), (ours[2], whole[2][own]))
+    return [float((one - other).abs().max()) for one, other in pairs]
+
+
 def _divergence_differences(vocab_size: int, own: slice, rows: int) -> list[float]:
     hidden, weight, _ = make(NUM_TOKENS, vocab_size=vocab_size, rows=rows, scale=0.5, dtype=torch.float64)
     found, whole = (
@@ -96,6 +124,11 @@ def _divergence(
 def test_the_divergence_is_that_of_one_rank() -> None:
     differences = run_distributed(target_in(__file__, "divergence_worker"), 2)
     assert len(differences) == 8 and max(differences) < 1e-10
+
+
+def test_the_distillation_is_that_of_one_rank() -> None:
+    differences = run_distributed(target_in(__file__, "distillation_worker"), 2)
+    assert len(differences) == 2 * 3 * len(DIVERGENCES) and max(differences) < 1e-10
 
 
 def test_several_ranks_match_one() -> None:

@@ -84,13 +84,21 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 
 
 def choose_tiles(
-    num_tokens: int, num_columns: int, device: torch.device, chunk_tokens: int | None, chunk_columns: int | None
+    num_tokens: int,
+    num_columns: int,
+    device: torch.device,
+    chunk_tokens: int | None,
+    chunk_columns: int | None,
+    num_models: int = 1,
 ) -> Tiles:
-    """Return the requested tiles, or those that suit the device. ValueError for a request below 1."""
+    """Return the requested tiles, or those that suit the device. ValueError for a request below 1.
+
+    `num_models`: models whose logits of a tile are in memory together.
+    """
     for name, requested in (("chunk_tokens", chunk_tokens), ("chunk_columns", chunk_columns)):
         if requested is not None and requested < 1:
             raise ValueError(f"logprobs: {name} {requested} must be at least 1")
-    return head_tiles(num_tokens, num_columns, device.type == "cpu", chunk_tokens, chunk_columns)
+    return head_tiles(num_tokens, num_columns, device.type == "cpu", chunk_tokens, chunk_columns, num_models)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

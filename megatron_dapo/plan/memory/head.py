@@ -35,20 +35,25 @@ class Tiles(NamedTuple):
 
 
 def head_tiles(
-    num_tokens: int, num_columns: int, on_cpu: bool, chunk_tokens: int | None = None, chunk_columns: int | None = None
+    num_tokens: int,
+    num_columns: int,
+    on_cpu: bool,
+    chunk_tokens: int | None = None,
+    chunk_columns: int | None = None,
+    num_models: int = 1,
 ) -> Tiles:
-    """Return the requested tiles, or tiles of about the device's preferred number of elements.
+    """Return the requested tiles, or tiles of about the device's preferred number of elements, of all models together.
 
     On a CPU a tile spans the whole vocabulary if enough tokens fit, otherwise it is square; on an accelerator it spans
     all tokens.
     """
     width = max(num_columns, 1)
     if on_cpu:
-        elements = CPU_TILE_ELEMENTS
+        elements = CPU_TILE_ELEMENTS // num_models
         fitting = elements // min(width, chunk_columns or width)
         tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
     else:
-        elements, tokens = DEVICE_TILE_ELEMENTS, chunk_tokens or DEVICE_TILE_TOKENS
+        elements, tokens = DEVICE_TILE_ELEMENTS // num_models, chunk_tokens or DEVICE_TILE_TOKENS
     columns = chunk_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
     return Tiles(tokens, min(columns, width))
 
