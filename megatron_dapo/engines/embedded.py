@@ -33,21 +33,17 @@ from megatron_dapo.engines.base import (
     is_complete,
     max_new_tokens_of,
 )
-from megatron_dapo.engines.embedded_model import GLOBAL, LOCAL, check_config, empty_model, stored_parts, window_of
+from megatron_dapo.engines.compiled_decoder import CompiledDecoder, compiled_for
+from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts, window_of
 from megatron_dapo.engines.kept_contexts import KeptContext, KeptContexts
 from megatron_dapo.engines.prefill import Prefill
-from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
-from megatron_dapo.engines.slot_cache import Sharing, SlotCache
+from megatron_dapo.engines.row_state import COLUMN, PREFIX_SLOT, TOKEN, RowState
+from megatron_dapo.engines.slot_cache import SlotCache
+from megatron_dapo.engines.transformers_decoder import TransformersDecoder
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# Rows of the integer state [6, slots]: the token that goes through the next tick; how many response tokens there are
-# (its column) and at most will be; how many tokens of the prompt are in the prefix; what sampling needs.
-_TOKEN, _COLUMN, _LIMIT, _PREFIX, _SEED, _TOP_K = range(6)
-# Rows of the float state [2, slots].
-_TEMPERATURE, _TOP_P = range(2)
 
 
 @dataclass(frozen=True)
@@ -134,23 +130,13 @@ class EmbeddedEngine:
             device=device,
         )
         self._prefill = Prefill(self._model, self._cache, self._window, settings.prefill_tokens)
-        # int64 for all of them: a seed takes 64 bits.
-        self._integers = torch.zeros(6, settings.max_slots, dtype=torch.int64, device=device)
-        self._floats = torch.ones(2, settings.max_slots, dtype=torch.float32, device=device)
-        self._stops = torch.full((settings.max_slots, 1), -1, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(settings.max_slots, settings.max_length, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(settings.max_slots, settings.max_length, dtype=torch.float32, device=device)
-        self._row_start = torch.arange(settings.max_slots, device=device) * settings.max_length
-        self._columns = torch.arange(settings.max_length, device=device)
-        # Tensors, as torch.where makes a float32 mask of two Python numbers whatever the model's dtype.
-        self._visible = torch.zeros((), dtype=settings.dtype, device=device)
-        self._hidden = torch.full((), float("-inf"), dtype=settings.dtype, device=device)
-        # State that a tick keeps about the set of active rows, see _refresh.
-        self._span = 0  # response columns in use by the longest row
-        self._prefix_span = 0  # columns of the longest prefix
-        self._past_prefix = torch.zeros(0, 0, dtype=torch.bool, device=device)  # [B, prefix_span]: not the row's prompt
-        self._sharing: Sharing | None = None
-        self._sampling: RowSampling | None = None
+        self._state = RowState(settings.max_slots, settings.max_length, device)
+        functions = compiled_for(self._model, self._cache)
+        self._decoder = (
+            TransformersDecoder(self._model, self._cache, self._state, self._window)
+            if functions is None
+            else CompiledDecoder(self._model, self._cache, self._state, functions)
+        )
 
     # Weights
 
@@ -182,7 +168,7 @@ class EmbeddedEngine:
             self._current.clear()
             self._kept.clear()
             # Not strict: columns after the last row are free slots.
-            for row, num_tokens in zip(self._rows, self._integers[_COLUMN].tolist(), strict=False):
+            for row, num_tokens in zip(self._rows, self._state.integers[COLUMN].tolist(), strict=False):
                 row.starts.append((num_tokens, version))
         self._version = version
 
@@ -227,7 +213,10 @@ class EmbeddedEngine:
             self._admit()
             if not self._rows:
                 break
-            finished = self._tick()
+            try:
+                finished = self._decoder.step()
+            except FloatingPointError as error:
+                raise RuntimeError(f"policy version {self._version} gave {error}: it has diverged") from error
             if finished is not None:
                 completions.extend(self._release(finished))
         return completions
@@ -250,56 +239,6 @@ class EmbeddedEngine:
         self._request_ids.difference_update(completion.request_id for completion in completions)
         return completions
 
-    # One tick
-
-    def _tick(self) -> torch.Tensor | None:
-        """One token for every active row; the bool mask [B] of rows that finished, or None."""
-        assert self._sampling is not None, "rows were admitted without sampling parameters"
-        state = self._integers[:, : len(self._rows)]
-        column = state[_COLUMN]
-        position = state[_PREFIX] + column
-        logits = self._forward(state[_TOKEN], position, column)
-        # Random numbers are keyed by the absolute position: a response resumed from its prefix continues the same
-        # stream.
-        tokens, logprobs = draw(logits, self._sampling, uniforms(state[_SEED], position + 1))
-        if not bool(torch.isfinite(logprobs).all()):
-            raise RuntimeError(f"policy version {self._version} gave logits that are not finite: it has diverged")
-        cells = self._row_start[: len(self._rows)] + column
-        self._tokens.view(-1).index_copy_(0, cells, tokens)
-        self._logprobs.view(-1).index_copy_(0, cells, logprobs)
-        state[_TOKEN].copy_(tokens)
-        column.add_(1)
-        self._span += 1
-        done = (column >= state[_LIMIT]) | (tokens[:, None] == self._stops[: len(self._rows)]).any(-1)
-        return done if bool(done.any()) else None
-
-    def _forward(self, tokens: torch.Tensor, position: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after token tokens[r] at position[r], which is response column column[r] of row r."""
-        assert self._sharing is not None, "rows were admitted without prefixes"
-        self._cache.begin_decode(column, self._span, self._sharing, self._prefix_span)
-        hidden = torch.cat((self._past_prefix, self._columns[: self._span] > column[:, None]), dim=1)
-        output = self._model(
-            input_ids=tokens[:, None],
-            position_ids=position[:, None],
-            attention_mask=self._masks(hidden, column),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
-
-    def _masks(self, hidden: torch.Tensor, column: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks [B, 1, 1, P + S] from the hidden columns: one, or one for each kind of layer."""
-        mask = torch.where(hidden, self._hidden, self._visible)[:, None, None, :]
-        if self._window is None:
-            return mask
-        # Columns that a local layer still sees begin this far from the row's own: response columns are counted from the end
-        # of the prefix, whose columns are positions.
-        first = column - self._window + 1
-        length = self._integers[_PREFIX, : len(self._rows)]
-        prefix, response = self._columns[: self._prefix_span], self._columns[: self._span]
-        past = torch.cat((prefix < (first + length)[:, None], response < first[:, None]), dim=1)
-        return {GLOBAL: mask, LOCAL: mask.masked_fill(past[:, None, None, :], float("-inf"))}
-
     # Finishing
 
     def _release(self, finished: torch.Tensor) -> list[Completion]:
@@ -320,22 +259,22 @@ class EmbeddedEngine:
         """Keep the context of a conversation for its next turn, unless an earlier version computed some of it."""
         if not row.request.affinity or len(row.starts) > 1:
             return
-        num_tokens = int(self._integers[_COLUMN, row.index])
-        tokens = row.prefix.tokens + tuple(self._tokens[row.index, :num_tokens].tolist())
+        num_tokens = int(self._state.integers[COLUMN, row.index])
+        tokens = row.prefix.tokens + tuple(self._state.tokens[row.index, :num_tokens].tolist())
         stored = self._cache.context(row.prefix.index, row.prefix.length, row.index, num_tokens)
         self._kept.keep(row.request.affinity[0], KeptContext(tokens, stored))
 
     def _reason(self, index: int) -> FinishReason:
         """ "stop" if the last token is a stop id, also at the length limit."""
-        last = int(self._integers[_TOKEN, index])
+        last = int(self._state.integers[TOKEN, index])
         return "stop" if last in self._rows[index].request.sampling.stop_token_ids else "length"
 
     def _completion(self, row: _Row, reason: FinishReason) -> Completion:
-        num_tokens = int(self._integers[_COLUMN, row.index])
+        num_tokens = int(self._state.integers[COLUMN, row.index])
         new = Completion(
             request_id=row.request.request_id,
-            token_ids=self._tokens[row.index, :num_tokens].to("cpu", torch.int32, copy=True).numpy(),
-            logprobs=self._logprobs[row.index, :num_tokens].to("cpu", copy=True).numpy(),
+            token_ids=self._state.tokens[row.index, :num_tokens].to("cpu", torch.int32, copy=True).numpy(),
+            logprobs=self._state.logprobs[row.index, :num_tokens].to("cpu", copy=True).numpy(),
             finish_reason=reason,
             versions=_version_ranges(row.starts, num_tokens),
         )
@@ -347,14 +286,9 @@ class EmbeddedEngine:
         # Rows of the slots to be given up, as many as there are holes.
         movers = [index for index in range(num_left, len(self._rows)) if index not in removed]
         if holes:
-            to, source = self._index(holes), self._index(movers)
-            for state in (self._integers, self._floats):
-                state[:, to] = state[:, source]
-            self._stops[to] = self._stops[source]
-            self._tokens[to, : self._span] = self._tokens[source, : self._span]
-            self._logprobs[to, : self._span] = self._logprobs[source, : self._span]
+            self._state.move(holes, movers)
         for hole, mover in zip(holes, movers, strict=True):
-            self._cache.move_response(mover, hole, self._span)
+            self._cache.move_response(mover, hole, int(self._state.integers[COLUMN, hole]))
             self._rows[hole] = self._rows[mover]
             self._rows[hole].index = hole
         del self._rows[num_left:]
@@ -371,20 +305,12 @@ class EmbeddedEngine:
                 self._prefixes[last.index] = last
 
     def _refresh(self) -> None:
-        """Recompute what a tick keeps about the set of active rows."""
-        num_rows = len(self._rows)
-        if not num_rows:
+        """Tell the decoder about the set of active rows."""
+        if not self._rows:
             return
-        state = self._integers[:, :num_rows]
-        self._span = int(state[_COLUMN].max()) + 1
-        self._prefix_span = max(prefix.length for prefix in self._prefixes)
-        self._past_prefix = self._columns[: self._prefix_span] >= state[_PREFIX][:, None]
-        prefix_of_row = [row.prefix.index for row in self._rows]
-        lengths = [prefix.length for prefix in self._prefixes]
-        self._sharing = Sharing.of(prefix_of_row, lengths, self.settings.device)
-        self._sampling = RowSampling.of(
-            self._floats[_TEMPERATURE, :num_rows], self._floats[_TOP_P, :num_rows], state[_TOP_K]
-        )
+        prefix_slots = torch.tensor([row.prefix.index for row in self._rows], device=self.settings.device)
+        self._state.integers[PREFIX_SLOT, : len(self._rows)] = prefix_slots
+        self._decoder.refresh(len(self._rows), [prefix.length for prefix in self._prefixes])
 
     # Admission
 
@@ -409,7 +335,14 @@ class EmbeddedEngine:
                     kept[context] = last
             prefix.num_rows += 1
             new.append(_Row(request, len(self._rows) + offset, prefix, [(0, self._version)]))
-        self._write_state(new)
+        requests = [row.request for row in new]
+        self._state.start(
+            new[0].index,
+            [row.prefix.tokens for row in new],
+            [max_new_tokens_of(request) for request in requests],
+            [request.seed for request in requests],
+            [request.sampling for request in requests],
+        )
         self._add_prefixes(prefixes, kept)
         self._rows.extend(new)
         self._refresh()
@@ -426,33 +359,6 @@ class EmbeddedEngine:
         self._cache.reserve_prefixes(len(self._prefixes), max(prefix.length for prefix in new))
         self._prefill.fill(first, [prefix.tokens for prefix in new], [kept.get(prefix.tokens) for prefix in new])
 
-    def _write_state(self, rows: list[_Row]) -> None:
-        """Initial state of newly admitted rows, which stand in consecutive slots."""
-        span = slice(rows[0].index, rows[-1].index + 1)
-        device = self.settings.device
-        requests = [row.request for row in rows]
-        integers = [
-            [
-                row.prefix.tokens[-1],
-                0,
-                max_new_tokens_of(row.request),
-                row.prefix.length,
-                signed_seed(row.request.seed),
-                row.request.sampling.top_k,
-            ]
-            for row in rows
-        ]
-        self._integers[:, span] = torch.tensor(integers, dtype=torch.int64, device=device).T
-        floats = [[request.sampling.temperature, request.sampling.top_p] for request in requests]
-        self._floats[:, span] = torch.tensor(floats, dtype=torch.float32, device=device).T
-        stops = [request.sampling.stop_token_ids for request in requests]
-        self._stops = _widen(self._stops, max(map(len, stops)))
-        padded = [[*ids, *[-1] * (self._stops.shape[1] - len(ids))] for ids in stops]  # -1: no token's id
-        self._stops[span] = torch.tensor(padded, dtype=torch.int64, device=device)
-
-    def _index(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.settings.device)
-
 
 def _version_ranges(starts: list[tuple[int, int]], num_tokens: int) -> tuple[VersionRange, ...]:
     """Marks (first token, version) as ranges that cover [0, num_tokens); versions that gave no token are left out."""
@@ -460,12 +366,3 @@ def _version_ranges(starts: list[tuple[int, int]], num_tokens: int) -> tuple[Ver
     return tuple(
         VersionRange(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if end > start
     )
-
-
-def _widen(stops: torch.Tensor, width: int) -> torch.Tensor:
-    """The stop table [slots, W] with at least `width` columns."""
-    if width <= stops.shape[1]:
-        return stops
-    wider = torch.full((stops.shape[0], width), -1, dtype=stops.dtype, device=stops.device)
-    wider[:, : stops.shape[1]] = stops
-    return wider

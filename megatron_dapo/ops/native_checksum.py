@@ -7,35 +7,20 @@ compiler.
 from __future__ import annotations
 
 import ctypes
-import logging
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from megatron_dapo.ops.native import compiled
 
 SOURCE = Path(__file__).with_name("checksum.c")
-_COMPILE_S = 60.0
 _ADDRESS, _SIZE, _STRIDE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled functions, which take addresses; None without a compiler that understands them."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None
-    try:
-        with tempfile.TemporaryDirectory(prefix="megatron-dapo-checksum-") as directory:
-            target = Path(directory) / "checksum.so"
-            command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(target), str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
-            return _declared(ctypes.CDLL(str(target)))  # mapped: its file is no longer needed
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("%s does not compile %s: %s", compiler, SOURCE, error)
-        return None
+    functions = compiled(SOURCE)
+    return functions and _declared(functions)
 
 
 def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:

@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megatron_dapo.engines import embedded
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.engines.prefill import Prefill
@@ -138,6 +139,14 @@ def check_against_forward(model: torch.nn.Module, request: GenerationRequest, co
         assert response[-1] not in stops
 
 
+@pytest.fixture(params=["compiled", "transformers"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines decode by the compiled step, as far as it knows the model, or by transformers."""
+    if request.param == "transformers":
+        monkeypatch.setattr(embedded, "compiled_for", lambda *unused: None)
+
+
+@pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_equal_a_full_forward_pass(name: str) -> None:
     model = reference_model(name)
@@ -170,6 +179,7 @@ def test_greedy_equals_generate() -> None:
         assert completions[request.request_id].token_ids.tolist() == tokens[0, len(request.prompt_ids) :].tolist()
 
 
+@pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
 def test_a_sample_depends_on_its_seed_not_on_its_batch(num_slots: int) -> None:
     model = reference_model()
@@ -188,6 +198,7 @@ def test_a_sample_depends_on_its_seed_not_on_its_batch(num_slots: int) -> None:
         assert actual[request_id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
+@pytest.mark.usefixtures("decoder")
 def test_equal_submissions_give_equal_streams() -> None:
     model = reference_model()
     streams = []
@@ -221,6 +232,7 @@ def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPa
         )
 
 
+@pytest.mark.usefixtures("decoder")
 def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
     old, new = reference_model(seed=0), reference_model(seed=1)
     engine = make_engine(old)
@@ -269,6 +281,7 @@ def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample()
         assert joined == expected[request_id].token_ids.tolist()
 
 
+@pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("num_slots", [3, 64])
 def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int) -> None:
     """Prefixes of several lengths, in batches with others, with stop ids: token by token."""
@@ -362,6 +375,7 @@ def test_prefixes_that_cannot_be_continued_are_refused() -> None:
     assert engine.num_unfinished == 0
 
 
+@pytest.mark.usefixtures("decoder")
 def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     model = reference_model()
     engine = make_engine(model)
@@ -462,6 +476,7 @@ def test_the_model_of_a_directory_is_built_without_its_weights(tmp_path) -> None
     check_against_forward(model, request, drain(engine)["a"])
 
 
+@pytest.mark.usefixtures("decoder")
 def test_half_precision_follows_its_own_full_forward_pass() -> None:
     model = reference_model().to(torch.bfloat16)
     engine = EmbeddedEngine(model.config, EmbeddedEngineSettings(max_slots=4, max_length=64, dtype=torch.bfloat16))
@@ -477,6 +492,7 @@ def test_half_precision_follows_its_own_full_forward_pass() -> None:
     assert float((torch.tensor(completion.logprobs) - expected).abs().mean()) < 0.05
 
 
+@pytest.mark.usefixtures("decoder")
 def test_prompts_of_any_number_and_length_share_slots_without_mixing() -> None:
     """Groups of different size start and end at different times, so that prefixes move and the pool of them grows."""
     model = reference_model()

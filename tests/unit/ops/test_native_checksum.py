@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.bridge.protocol import checksums
 from megatron_dapo.bridge.protocol.checksums import CountedSlice, copy_and_count, native_sum, slice_sums
-from megatron_dapo.ops import native_checksum
+from megatron_dapo.ops import native, native_checksum
 from megatron_dapo.reshard.checksum import slice_checksum
 from megatron_dapo.reshard.layout import slice_view
 from megatron_dapo.reshard.slices import Slice, whole
@@ -35,7 +35,7 @@ def test_follows_the_definition(shape, dtype):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
+    return values.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -82,7 +82,7 @@ def test_the_source_is_counted_whatever_becomes_of_the_copy():
 
 
 def test_without_a_compiler_numpy_counts(monkeypatch):
-    monkeypatch.setattr(native_checksum.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert native_checksum.library.__wrapped__() is None
     monkeypatch.setattr(checksums, "native", lambda: None)
     values = filled((4, 16), torch.bfloat16)
@@ -95,5 +95,5 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch, tmp_path):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(native_checksum.shutil, "which", lambda name: str(broken))
+    monkeypatch.setattr(native.shutil, "which", lambda name: str(broken))
     assert native_checksum.library.__wrapped__() is None
