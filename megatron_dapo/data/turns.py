@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from jinja2 import TemplateError  # comes with torch
@@ -31,6 +31,7 @@ History = Literal["refuse", "keep", "rewrite"]
 ROLES = ("user", "tool")  # roles of messages that an environment appends
 PROBE: Messages = ({"role": "user", "content": "probe"},)
 _CUT = "zqCutqz"
+_SHORT_CHARS, _NUM_SHORT = 2048, 1024  # messages whose ids are kept, and how many
 # A template takes fields of messages for granted, and is code of the model's author.
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ValueError)
 
@@ -65,9 +66,18 @@ class TurnTemplate:
         A turn that was sampled up to the template's end token has it already. Any other one, cut or ended by another
         stop token, gets it from the delta, where it is observed and not trained. ValueError if a message cannot follow.
         """
-        ids = self._encode(self.delta_text(self._as_text(messages)))
+        as_json = json.dumps(messages)
+        ids = self._short_delta(as_json) if len(as_json) <= _SHORT_CHARS else self._delta(messages)
         end = ids[: self._num_closing + 1]
         return ids[end.index(last_token) + 1 :] if last_token in end else ids
+
+    def _delta(self, messages: Messages) -> tuple[int, ...]:
+        return self._encode(self.delta_text(self._as_text(messages)))
+
+    @cached_property
+    def _short_delta(self) -> Callable[[str], tuple[int, ...]]:
+        """Return `_delta` of messages as JSON, from a cache: environments repeat short answers, as do episodes of a group."""
+        return lru_cache(_NUM_SHORT)(lambda as_json: self._delta(json.loads(as_json)))
 
     def delta_text(self, messages: Messages) -> str:
         """Return the text after a turn's content: its end token, the messages, the prompt for the next turn."""

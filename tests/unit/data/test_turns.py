@@ -196,6 +196,19 @@ def test_a_turn_ends_once():
     assert text_of(gptoss, gptoss.delta(gptoss.stop_token_ids[0], user)).startswith("<|end|><|start|>user")
 
 
+def test_short_messages_are_rendered_once(monkeypatch):
+    turns = turn_template("qwen2_5")
+    end, rendered = turns.stop_token_ids[0], []
+    text = PromptTemplate.text
+    monkeypatch.setattr(PromptTemplate, "text", lambda self, *given: rendered.append(given) or text(self, *given))
+    ids = {}
+    for word in ("higher", "lower", "higher", "long " * 1000, "long " * 1000):
+        messages = [{"role": "user", "content": word}]
+        of_word = turns.delta(end, messages)
+        assert ids.setdefault(word, of_word) == of_word == turns.template.encode(turns.delta_text(messages))[1:]
+    assert len(rendered) == 4 + 5  # once for each of the two short ones, twice the long one, and by the assertion
+
+
 def test_the_name_of_a_tool_is_in_the_delta():
     turns = turn_template("gptoss")
     delta = turns.delta(turns.stop_token_ids[1], [{"role": "tool", "content": "4", "name": "add"}])
