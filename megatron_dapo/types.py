@@ -26,6 +26,7 @@ CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error
 EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort", "window"]
 # Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
+MAX_SUPPORT = 4096  # ids that a token may be drawn from if they are recorded; SGLang's own bound
 IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
 
 
@@ -52,13 +53,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling. Training rollouts use top_p = 1 and top_k = 0."""
+    """Parameters of sampling."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
+    # The completion then has each token's support, and log-probs renormalized over it. Needs 1 < top_k <= MAX_SUPPORT.
+    with_support: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,8 @@ class Completion:
 
     `routing` has the experts that every layer chose for each token that the engine read, including the prompt: all T
     tokens of the sequence but the last. In a continued response, each token has those of the pass that sampled it.
+    `support` has the ids that each token was drawn from under top-p and top-k, in the form of `token_support`; its
+    log-probs are then renormalized over them.
     """
 
     request_id: str
@@ -222,12 +227,15 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
     routing: np.ndarray | None = None  # [T - 1, layers, experts per token] uint8 or int16; None: not requested
+    support: np.ndarray | None = None  # [M] int32, flat; None: not requested
     prompt_ids: tuple[int, ...] | None = None  # an episode's own first tokens; None: the group's prompt
     episode: Episode | None = None  # None: one turn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
+        if self.support is not None:
+            object.__setattr__(self, "support", np.asarray(self.support, np.int32))
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other) if isinstance(other, Completion) else NotImplemented
@@ -456,7 +464,7 @@ class TrainSample:
 
     sample_id: str  # for an episode's segments: "<sample_id of the episode>#<segment>"
     group_index: int  # index of its group within the rollout batch
-    # [T] int32. Tokens, log-probs and routing have no memory on ranks that do not pack the sample.
+    # [T] int32. Tokens, log-probs, routing and support have no memory on ranks that do not pack the sample.
     tokens: torch.Tensor
     prompt_length: int
     loss_mask: torch.Tensor  # [R] float32, 1 if the token is trained
@@ -470,6 +478,7 @@ class TrainSample:
     kl_penalties: torch.Tensor | None = None  # [R] float32, subtracted from the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # weight of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
     routing: torch.Tensor | None = None  # [T - 1, layers, experts per token], see Completion; None: not replayed
+    support: torch.Tensor | None = None  # [M] int32, see Completion; None: sampled from the whole vocabulary
     observed: torch.Tensor | None = None  # [R] bool: an environment's tokens, never trained; None: all were sampled
     segment: int = 0  # stream of its episode; 0: the main one, or the only one
 
@@ -519,6 +528,7 @@ class MicroBatch:
     response_positions: torch.Tensor | None = None  # [R] int64, ascending: they predict response tokens; None: all
     routing: torch.Tensor | None = None  # [P, layers, experts per token], the engine's; None: the router's
     is_routed: torch.Tensor | None = None  # [P] bool: `routing` applies; not padding or last tokens
+    support: torch.Tensor | None = None  # [P, K] int32: the ids each target was drawn from, then -1; None: all ids for all
 
     @property
     def num_tokens(self) -> int:

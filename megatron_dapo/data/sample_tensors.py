@@ -16,7 +16,7 @@ Description = dict[str, Any]  # JSON-serializable
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]; `observed` bool and `routing`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
+    [sum R]; `observed` bool, `routing` and `support`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
     """
     description: Description = {
         "sample_ids": [sample.sample_id for sample in samples],
@@ -27,6 +27,7 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "has_observed": [sample.observed is not None for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
         "routing": [None if sample.routing is None else list(sample.routing.shape) for sample in samples],
+        "support": [None if sample.support is None else list(sample.support.shape) for sample in samples],
     }
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
@@ -34,8 +35,10 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
     tensors["staleness"] = _joined([_staleness(sample) for sample in samples], torch.float32)
     if any(description["has_observed"]):
         tensors["observed"] = _joined([one.observed for one in samples if one.observed is not None], torch.bool)
-    if routed := [sample.routing.flatten() for sample in samples if sample.routing is not None]:
-        tensors["routing"] = _joined(routed, routed[0].dtype)
+    for name in ("routing", "support"):
+        records = [getattr(sample, name) for sample in samples]
+        if recorded := [record.flatten() for record in records if record is not None]:
+            tensors[name] = _joined(recorded, recorded[0].dtype)
     return description, tensors
 
 
@@ -50,8 +53,9 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
     observed = _observed(tensors, description, num_response)
-    shapes = description["routing"]
-    routing = iter(_split_routing(tensors.get("routing", torch.zeros(0, dtype=torch.uint8)), [s for s in shapes if s]))
+    records = {
+        name: _split_record(name, tensors, description.get(name, [None] * len(num_tokens))) for name in ("routing", "support")
+    }
     return [
         TrainSample(
             sample_id=description["sample_ids"][index],
@@ -59,10 +63,9 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
             tokens=tokens[index],
             prompt_length=prompt_length[index],
             critic_context=critic_context_from_json(description["critic_context"][index]),
-            routing=next(routing) if shapes[index] else None,
             segment=description.get("segment", [0] * len(num_tokens))[index],
             observed=observed[index],
-            **{name: parts[index] for name, parts in responses.items()},
+            **{name: parts[index] for name, parts in (responses | records).items()},
         )
         for index in range(len(num_tokens))
     ]
@@ -87,10 +90,14 @@ def _observed(
     return [next(parts) if is_there else None for is_there in has]
 
 
-def _split_routing(routing: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    sizes = [math.prod(shape) for shape in shapes]
-    _check_total("routing", routing, sum(sizes))
-    return [part.view(tuple(shape)) for part, shape in zip(routing.split(sizes), shapes, strict=True)]
+def _split_record(
+    name: str, tensors: Mapping[str, torch.Tensor], shapes: Sequence[Sequence[int] | None]
+) -> list[torch.Tensor | None]:
+    sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
+    numbers = tensors.get(name, torch.zeros(0, dtype=torch.int32))
+    _check_total(name, numbers, sum(sizes))
+    parts = zip(numbers.split(sizes), shapes, strict=True)
+    return [None if shape is None else part.view(tuple(shape)) for part, shape in parts]
 
 
 def _staleness(sample: TrainSample) -> torch.Tensor:

@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from megatron_dapo.token_support import followed_by, num_supports
 from megatron_dapo.types import (
+    MAX_SUPPORT,
     Completion,
     Episode,
     FinishReason,
@@ -125,6 +127,11 @@ def check_request(request: GenerationRequest, *, max_length: int, vocab_size: in
             f"request {name!r}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: "
             "needs temperature >= 0, 0 < top_p <= 1, top_k >= 0"
         )
+    if sampling.with_support and not (1 < sampling.top_k <= MAX_SUPPORT and sampling.temperature > 0):
+        raise ValueError(
+            f"request {name!r}: temperature {sampling.temperature}, top_k {sampling.top_k}: recording what tokens are drawn "
+            f"from needs temperature > 0, 1 < top_k <= {MAX_SUPPORT}"
+        )
     if request.prefix is not None:
         _check_prefix(request, request.prefix, vocab_size)
 
@@ -140,6 +147,10 @@ def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: in
         )
     if len(prefix.logprobs) != num_tokens:
         raise ValueError(f"request {name!r}: the prefix has {len(prefix.logprobs)} log-probs for {num_tokens} tokens")
+    if prefix.support is not None and num_supports(prefix.support) != num_tokens:
+        raise ValueError(
+            f"request {name!r}: the prefix has the supports of {num_supports(prefix.support)} tokens, not of {num_tokens}"
+        )
     ends = [0, *(entry.end for entry in prefix.versions)]
     if [entry.start for entry in prefix.versions] != ends[:-1] or ends[-1] != num_tokens:
         raise ValueError(
@@ -206,6 +217,7 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
         logprobs=np.concatenate((prefix.logprobs, rest.logprobs)),
         versions=merge_versions([*prefix.versions, *shifted]),
         routing=prefix.routing if rest.routing is None else rest.routing,
+        support=followed_by(prefix.support, shift, rest.support, len(rest.token_ids)),
     )
 
 
@@ -250,6 +262,7 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
         finish_reason=value["finish_reason"],
         versions=tuple(VersionRange(**version) for version in value["versions"]),
         routing=value.get("routing"),
+        support=value.get("support"),
         prompt_ids=None if value.get("prompt_ids") is None else tuple(value["prompt_ids"]),
         episode=None if value.get("episode") is None else _episode(value["episode"]),
     )

@@ -277,6 +277,7 @@ class EmbeddedEngine:
             logprobs=self._state.logprobs[row.index, :num_tokens].to("cpu", copy=True).numpy(),
             finish_reason=reason,
             versions=_version_ranges(row.starts, num_tokens),
+            support=self._state.support(row.index),
         )
         return behind_prefix(row.request, new)
 

@@ -6,6 +6,7 @@ B rows, V vocabulary entries.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -53,9 +54,13 @@ class RowSampling:
     any_scaled: bool  # a temperature other than 1
     any_greedy: bool
     any_restricted: bool  # top_p < 1 or top_k > 0
+    # bool: their supports are recorded, and their log-probs renormalized over them; None: no row's
+    recorded: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> RowSampling:
+    def of(
+        cls, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, recorded: torch.Tensor | None = None
+    ) -> RowSampling:
         return cls(
             temperature=temperature,
             top_p=top_p,
@@ -63,6 +68,7 @@ class RowSampling:
             any_scaled=bool((temperature != 1).any()),
             any_greedy=bool((temperature == 0).any()),
             any_restricted=bool(((top_p < 1) | (top_k > 0)).any()),
+            recorded=recorded if recorded is not None and bool(recorded.any()) else None,
         )
 
 
@@ -96,12 +102,20 @@ def _invert_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
-def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row and its log-probability.
+class Draw(NamedTuple):
+    """One token for each of B rows."""
 
-    logits [B, V], uniform [B] in [0, 1). Returns tokens int64 [B] and float32 [B] log softmax(logits /
-    temperature)[token]: over the whole vocabulary, never renormalized by top-p or top-k. A greedy row (temperature 0)
-    takes the most likely token and reports its log-probability at temperature 1.
+    tokens: torch.Tensor  # int64 [B]
+    logprobs: torch.Tensor  # float32 [B]
+    support: torch.Tensor | None = None  # bool [B, V]: tokens that a recorded row could have drawn; None: no row is recorded
+
+
+def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> Draw:
+    """Draw one token a row from logits [B, V] by uniform [B] in [0, 1).
+
+    Its log-probability is log softmax(logits / temperature)[token] over the whole vocabulary, or over the row's support
+    if that is recorded. A greedy row (temperature 0) takes the most likely token and reports its log-probability at
+    temperature 1.
     """
     logits = logits.float()
     if rows.any_scaled:  # 1.0 in place of a greedy row's 0
@@ -112,4 +126,10 @@ def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> tupl
     tokens = _invert_cdf(probabilities, uniform).clamp_(max=logits.shape[-1] - 1)
     if rows.any_greedy:
         tokens = torch.where(rows.temperature == 0, logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    drawn = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    if rows.recorded is None:
+        return Draw(tokens, drawn)
+    # A probability that underflows is never drawn, so it is not in the support.
+    support = (probabilities > 0) & rows.recorded[:, None]
+    inside = logprobs.masked_fill(~support, float("-inf")).logsumexp(-1)
+    return Draw(tokens, torch.where(rows.recorded, drawn - inside, drawn).clamp_(max=0.0), support)

@@ -29,7 +29,7 @@ from megatron_dapo.models.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.ops.divergence import Divergence, vocab_parallel_divergence
 from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
-from megatron_dapo.ops.logprob import vocab_parallel_logprobs
+from megatron_dapo.ops.restricted import sampled_logprobs
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
@@ -112,11 +112,16 @@ def token_outputs(
     The head only sees the positions that predict response tokens; outputs are 0 at all others.
     """
     head = head_input(chunk, hidden, micro_batch, settings)
-    targets = micro_batch.targets
-    logprobs, entropy = vocab_parallel_logprobs(
+    targets, support = (
+        part if part is None or head.positions is None else part.index_select(0, head.positions)
+        for part in (micro_batch.targets, micro_batch.support)
+    )
+    assert targets is not None
+    logprobs, entropy = sampled_logprobs(
         head.hidden,
         head.weight,
-        targets if head.positions is None else targets.index_select(0, head.positions),
+        targets,
+        support,
         temperature=settings.temperature,
         vocab_size=settings.vocab_size,
         group=head.group,
@@ -152,6 +157,7 @@ class MegatronActor(TrainedModel):
 
     settings: ActorSettings
     head = LANGUAGE_MODEL
+    reads_supports = True
     operations = ""  # their implementations as a table, on rank 0
 
     def __init__(

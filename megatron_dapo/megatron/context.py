@@ -23,6 +23,7 @@ PER_TOKEN_FIELDS = (
     "positive_weights",
     "routing",
     "is_routed",
+    "support",
 )
 
 

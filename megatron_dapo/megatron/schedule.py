@@ -22,7 +22,7 @@ from megatron_dapo.megatron.experts import EngineRouting
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.parallel_state import Groups
 from megatron_dapo.megatron.precision import keeping_scales
-from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.layout import ParallelLayout, RankCoordinates
 from megatron_dapo.parallel.packing import to_device
 from megatron_dapo.rounding import round_up
 from megatron_dapo.types import MicroBatch
@@ -68,7 +68,7 @@ def prepare(
             f"but there are {len(micro_batches)}; "
             f"pack into a multiple of {layout.pipeline}"
         )
-    context_rank = layout.coordinates(rank).context
+    coordinates = layout.coordinates(rank)
     lengths = [micro_batch.num_tokens for micro_batch in micro_batches]
     if 0 < fixed_tokens < max(lengths):
         raise ValueError(
@@ -77,7 +77,7 @@ def prepare(
         )
     length = fixed_tokens or (common_length(lengths) if layout.pipeline > 1 else 0)
     return [
-        _prepare_one(index, micro_batch, layout, context_rank, length)
+        _prepare_one(index, micro_batch, layout, coordinates, length)
         for index, micro_batch in enumerate(micro_batches)
     ]
 
@@ -89,8 +89,9 @@ def common_length(lengths: Sequence[int]) -> int:
 
 
 def _prepare_one(
-    index: int, micro_batch: MicroBatch, layout: ParallelLayout, context_rank: int, length: int
+    index: int, micro_batch: MicroBatch, layout: ParallelLayout, coordinates: RankCoordinates, length: int
 ) -> PreparedMicroBatch:
+    context_rank, has_head = coordinates.context, coordinates.pipeline == layout.pipeline - 1
     num_tokens, end = micro_batch.num_tokens, int(micro_batch.cu_seqlens[-1])
     if num_tokens != end or num_tokens % layout.micro_batch_alignment:
         raise ValueError(
@@ -115,8 +116,10 @@ def _prepare_one(
     # Repeat its tokens: a router spreads them over as many experts, but would send a single token to the same ones.
     repeats = -(-positions.numel() // local.num_tokens)
     token_ids = torch.cat((local.token_ids, local.token_ids.repeat(repeats)[: positions.numel()]))
-    # Routing is the largest field, and no loss reads it.
-    return PreparedMicroBatch(index, replace(local, routing=None, is_routed=None), packed, token_ids)
+    # Routing is the largest field, and no loss reads it; supports are for the head.
+    return PreparedMicroBatch(
+        index, replace(local, routing=None, is_routed=None, support=local.support if has_head else None), packed, token_ids
+    )
 
 
 def _engine_routing(local: MicroBatch, num_padding: int) -> EngineRouting | None:

@@ -81,6 +81,7 @@ class TrainedModel:
 
     head: ClassVar[str]  # head of the architectures that the subclass trains
     replays_routing = False  # use the engine's choice of experts if micro-batches contain it
+    reads_supports = False  # its head renormalizes over what tokens were drawn from
 
     def __init__(
         self,

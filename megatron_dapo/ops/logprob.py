@@ -137,7 +137,7 @@ class _Head(torch.autograd.Function):
         ctx.shard, ctx.tiles, ctx.kernels, ctx.kept = inputs.shard, inputs.tiles, kernels, kept
         is_added = adds_to_main_grad and ctx.needs_input_grad[1]
         # The parameter itself: what is saved for the backward pass comes back without its attributes.
-        ctx.parameter, ctx.main_grad = weight, _main_grad(weight, maxima.dtype) if is_added else None
+        ctx.parameter, ctx.main_grad = weight, main_grad_of(weight, maxima.dtype) if is_added else None
         # An unused entropy then costs nothing in the backward pass: its gradient is None, not zeros.
         ctx.set_materialize_grads(False)
         return _nan_outside_vocabulary(logprobs, inputs.targets, inputs.shard.vocab_size), entropy
@@ -166,17 +166,17 @@ class _Head(torch.autograd.Function):
         ctx.kept = None  # overwritten: another backward pass over this graph computes the logits again
         to_hidden, to_weight = ctx.kernels.gradients(inputs, upstream)
         if ctx.main_grad is not None:
-            to_weight = _gradient_beside_main_grad(ctx.parameter)
+            to_weight = gradient_beside_main_grad(ctx.parameter)
         return to_hidden, to_weight, None, None, None, None
 
 
-def _main_grad(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+def main_grad_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the tensor that sums the weight's gradients over micro-batches, if it has the type of the head's sums."""
     main_grad = getattr(weight, "main_grad", None)
     return main_grad if main_grad is not None and main_grad.dtype == dtype else None
 
 
-def _gradient_beside_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+def gradient_beside_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Return what autograd gets for a weight whose gradient is in its `main_grad`: megatron-core's hook wants a tensor of its
     shape and ignores it."""
     if getattr(

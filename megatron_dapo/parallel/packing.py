@@ -23,6 +23,7 @@ import torch
 from megatron_dapo.parallel.balance import Parts, balanced_partition, fewest_parts, spread
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rounding import round_up
+from megatron_dapo.token_support import FILLER, support_table
 from megatron_dapo.types import MicroBatch, TrainSample
 
 PADDING_ID = ""  # sample id of the masked sequence that pads a micro-batch
@@ -141,6 +142,7 @@ def pack(
         sample_ids.append(PADDING_ID)
     bounds = torch.tensor([0, *padded]).cumsum(0)
     routing, is_routed = _routing(samples, bounds.tolist())
+    support = _support(samples, bounds.tolist())
     integers = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "targets")}
     reals = {name: torch.zeros(int(bounds[-1])) for name in _REALS}
     # Not strict: the bounds also hold the padding sequence's start and the end.
@@ -160,6 +162,7 @@ def pack(
         response_positions=torch.cat([torch.arange(place.start, place.stop) for place in places]) if places else None,
         routing=routing,
         is_routed=is_routed,
+        support=support,
     )
 
 
@@ -180,6 +183,30 @@ def _routing(samples: Sequence[TrainSample], bounds: Sequence[int]) -> tuple[tor
             routing[start : start + len(sample.routing)] = sample.routing
             is_routed[start : start + len(sample.routing)] = True
     return routing, is_routed
+
+
+def _support(samples: Sequence[TrainSample], bounds: Sequence[int]) -> torch.Tensor | None:
+    """Return the support of each packed token's target, None if no sample has any."""
+    tables = [None if sample.support is None else support_table(sample.support) for sample in samples]
+    widths = [table.size(1) for table in tables if table is not None]
+    if not widths:
+        return None
+    support = torch.full((bounds[-1], max(widths)), FILLER, dtype=torch.int32)
+    for sample, table, start in zip(samples, tables, bounds, strict=False):
+        if table is None:
+            continue
+        if len(table) != sample.num_response_tokens:
+            raise ValueError(
+                f"sample {sample.sample_id!r}: the supports of {len(table)} tokens, its response has "
+                f"{sample.num_response_tokens}"
+            )
+        is_drawn = (table == sample.tokens[sample.prompt_length :, None]).any(dim=1) | (table[:, 0] == FILLER)
+        if not is_drawn.all():
+            index = int(is_drawn.int().argmin())
+            raise ValueError(f"sample {sample.sample_id!r}: response token {index} is not in the support it was drawn from")
+        first = start + sample.prompt_length - 1  # one earlier: predicts the token
+        support[first : first + len(table), : table.size(1)] = table
+    return support
 
 
 def _write(

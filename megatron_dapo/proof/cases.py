@@ -1,7 +1,8 @@
 """Cases of `check-loss`: one ragged batch, and the layouts, cuts, packings and aggregations under which it is trained.
 
 The batch exposes a wrong denominator, mask, shift or rank order: lengths from 1 up, gaps in the masks, groups of
-different sizes, a filtered response, advantages of both signs, and ratios on both sides of every clipping bound.
+different sizes, a filtered response, advantages of both signs, ratios on both sides of every clipping bound, and responses
+that were sampled by top-p and top-k, some of their tokens without an alternative.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import Packing
 from megatron_dapo.parallel.packing import MicroBatchLimits, pack, pad_to_longest
+from megatron_dapo.token_support import join_supports
 from megatron_dapo.types import TrainSample
 
 RESPONSE_LENGTHS = ((1, 17, 60, 5), (33, 2, 48), (9, 26, 1, 54, 12), (21,))  # one tuple a group
 FILTERED = (1, 2)  # group and index of a response that is left out of the loss
+SUPPORT_SIZE = 12  # most ids that a token of a restricted response was drawn from
 GAP_SHARE = 0.15  # share of response tokens that are not trained
 # Ratios pi / pi_old, each far enough from every bound (0.8, 1.28, and 3 of the dual clip) that rounding cannot move a
 # token across.
@@ -54,15 +58,28 @@ def _sample(group: int, index: int, length: int, vocab_size: int, generator: tor
     # Gaps inside a response: a mask that is only a length would pass a loss that ignores it.
     mask = (torch.rand(length, generator=generator) > GAP_SHARE).float()
     mask[-1] = 1.0  # a response of length 1 keeps its token
+    tokens = torch.randint(vocab_size, (prompt_length + length,), generator=generator)
     return TrainSample(
         sample_id=f"{group}/{index}",
         group_index=group,
-        tokens=torch.randint(vocab_size, (prompt_length + length,), generator=generator),
+        tokens=tokens,
         prompt_length=prompt_length,
         loss_mask=mask * float((group, index) != FILTERED),
         advantages=torch.randn(length, generator=generator),
         rollout_logprobs=torch.zeros(length),
+        support=_support(tokens[prompt_length:].numpy(), vocab_size, seed=10 * group + index) if index % 2 else None,
     )
+
+
+def _support(tokens: np.ndarray, vocab_size: int, seed: int) -> torch.Tensor:
+    """Return supports of 1 to SUPPORT_SIZE ids, the token itself among them."""
+    draws = np.random.default_rng(seed)
+    sizes = draws.integers(1, SUPPORT_SIZE + 1, len(tokens))
+    rows = [
+        draws.permutation([token, *draws.choice(np.delete(np.arange(vocab_size), token), size - 1, replace=False)])
+        for token, size in zip(tokens, sizes, strict=True)
+    ]
+    return torch.from_numpy(join_supports(sizes, np.concatenate(rows)))
 
 
 @dataclass(frozen=True)

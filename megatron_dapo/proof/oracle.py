@@ -143,10 +143,26 @@ def solve(model: PreTrainedModel, batch: ProofBatch, loss: ProofLoss) -> tuple[l
 
 def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Tensor:
     tokens = sample.tokens.to(model.device)
-    log_p = torch.log_softmax(model(tokens[None]).logits[0] / TEMPERATURE, dim=-1).cpu()
+    logits = model(tokens[None]).logits[0] / TEMPERATURE
+    supports = [slice(None)] * sample.num_response_tokens if sample.support is None else _supports(sample.support)
     positions = range(sample.prompt_length, sample.num_tokens)
-    # The logits at a position predict the next token.
-    return torch.stack([log_p[position - 1, sample.tokens[position]] for position in positions])
+    # The logits at a position predict the next token; top-p and top-k leave those of its support.
+    return torch.stack(
+        [
+            logits[position - 1, tokens[position]] - logits[position - 1, support].logsumexp(0)
+            for position, support in zip(positions, supports, strict=True)
+        ]
+    ).cpu()
+
+
+def _supports(flat: torch.Tensor) -> list[Any]:
+    """Return each token's ids; the last one of each is stored as its complement."""
+    rows: list[list[int]] = [[]]
+    for number in flat.tolist():
+        rows[-1].append(number if number >= 0 else ~number)
+        if number < 0:
+            rows.append([])
+    return rows[:-1]
 
 
 def _sample_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:

@@ -1,9 +1,9 @@
 """Exact conversion of groups and responses to values, and of a collector's state to a JSON document plus tensors.
 
 In a state, a response, or a segment of an episode, is a mapping with `token_ids` and `logprobs`, arrays of N numbers
-each, and `routing` if it is replayed; everything else is JSON. `split_state` moves the arrays into tensors. In their
-place the document has `token_span` = [start, start + N), the response's place in the first two tensors, and
-`routing_span`, which includes the routing's shape. For 8,192 responses of 12K tokens the tensors take 0.8 GB; JSON text
+each, and `routing` and `support` if they are recorded; everything else is JSON. `split_state` moves the arrays into
+tensors. In their place the document has `token_span` = [start, start + N), the response's place in the first two tensors,
+and `routing_span` and `support_span`, which include the shapes. For 8,192 responses of 12K tokens the tensors take 0.8 GB; JSON text
 would take 4.3 GB (measured at an eighth of that size).
 """
 
@@ -20,8 +20,10 @@ import torch
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
 from megatron_dapo.types import Group, Prompt, Repetition, Score, ScoredSample, Window
 
-_SPAN, _ROUTING_SPAN = "token_span", "routing_span"
-_NUMBERS = ("token_ids", "logprobs", "routing")
+_SPAN = "token_span"
+# Arrays that some responses have, by the names of their spans.
+_RECORDS = {"routing": "routing_span", "support": "support_span"}
+_NUMBERS = ("token_ids", "logprobs", *_RECORDS)
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -72,32 +74,32 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (document, tensors): `token_ids` int32, `logprobs` float32, and `routing` if a response has it."""
-    tokens, logprobs, routing = _Joined(np.int32), _Joined(np.float32), _Joined()
+    """Return (document, tensors): `token_ids` int32, `logprobs` float32, and `routing` and `support` if a response has them."""
+    tokens, logprobs, records = _Joined(np.int32), _Joined(np.float32), {name: _Joined() for name in _RECORDS}
 
     def moved(value: Any) -> Any:
         if isinstance(value, Mapping):
             if "token_ids" in value and "logprobs" in value:
-                value = _moved_response(value, tokens, logprobs, routing)
+                value = _moved_response(value, tokens, logprobs, records)
             return {name: moved(part) for name, part in value.items()}
         return [moved(part) for part in value] if _has_mappings(value) else value
 
     document = moved(state)
     tensors = {"token_ids": tokens.tensor(), "logprobs": logprobs.tensor()}
-    return document, tensors | ({"routing": routing.tensor()} if routing.size else {})
+    return document, tensors | {name: joined.tensor() for name, joined in records.items() if joined.size}
 
 
 def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Invert `split_state`. Raises KeyError for a missing tensor, ValueError for one that is too short."""
     tokens, logprobs = tensors["token_ids"].numpy(), tensors["logprobs"].numpy()
-    routing = tensors["routing"].numpy() if "routing" in tensors else np.zeros(0, np.uint8)
+    records = {name: tensors[name].numpy() if name in tensors else np.zeros(0, np.int32) for name in _RECORDS}
 
     def restored(value: Any) -> Any:
         if isinstance(value, Mapping):
-            parts = {name: restored(part) for name, part in value.items() if name not in (_SPAN, _ROUTING_SPAN)}
+            parts = {name: restored(part) for name, part in value.items() if name not in (_SPAN, *_RECORDS.values())}
             numbers = _response(value[_SPAN], tokens, logprobs) if _SPAN in value else {}
-            routed = {"routing": _routing(value[_ROUTING_SPAN], routing)} if _ROUTING_SPAN in value else {}
-            return {**parts, **numbers, **routed}
+            recorded = {name: _record(name, value[span], records[name]) for name, span in _RECORDS.items() if span in value}
+            return {**parts, **numbers, **recorded}
         return [restored(part) for part in value] if _has_mappings(value) else value
 
     return restored(document)
@@ -123,12 +125,15 @@ class _Joined:
         return joined if self.size else torch.zeros(0, dtype=joined.dtype)
 
 
-def _moved_response(value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined, routing: _Joined) -> dict[str, Any]:
+def _moved_response(
+    value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined, records: Mapping[str, _Joined]
+) -> dict[str, Any]:
     rest = {name: part for name, part in value.items() if name not in _NUMBERS}
     span, span_of_logprobs = tokens.add(value["token_ids"]), logprobs.add(value["logprobs"])
     assert span == span_of_logprobs, f"{tokens.size} tokens, {logprobs.size} log-probs"
-    if (routed := value.get("routing")) is not None:
-        rest[_ROUTING_SPAN] = {"start": routing.add(routed)[0], "shape": list(routed.shape)}
+    for name, place in _RECORDS.items():
+        if (record := value.get(name)) is not None:
+            rest[place] = {"start": records[name].add(record)[0], "shape": list(record.shape)}
     return {**rest, _SPAN: span}
 
 
@@ -143,15 +148,15 @@ def _response(span: list[int], tokens: np.ndarray, logprobs: np.ndarray) -> dict
     return {"token_ids": tokens[start:end].copy(), "logprobs": logprobs[start:end].copy()}
 
 
-def _routing(span: Mapping[str, Any], routing: np.ndarray) -> np.ndarray:
+def _record(name: str, span: Mapping[str, Any], numbers: np.ndarray) -> np.ndarray:
     start, shape = span["start"], span["shape"]
     end = start + math.prod(shape)
-    if not 0 <= start <= end <= len(routing):
+    if not 0 <= start <= end <= len(numbers):
         raise ValueError(
-            f"collector state: a response's routing is [{start}, {end}), the tensor holds {len(routing)} numbers: document and "
+            f"collector state: a response's {name} is [{start}, {end}), the tensor holds {len(numbers)} numbers: document and "
             "tensors are not of one checkpoint"
         )
-    return routing[start:end].reshape(shape).copy()
+    return numbers[start:end].reshape(shape).copy()
 
 
 def _has_mappings(value: Any) -> bool:

@@ -332,8 +332,8 @@ class PolicyLearner:
 
     def _local(self, micro_batch: MicroBatch, output: torch.Tensor) -> MicroBatch:
         """Return this context rank's part of the micro-batch, on the device of its `output`."""
-        without_routing = replace(micro_batch, routing=None, is_routed=None)
-        local = slice_for_context(without_routing, self._coordinates.context, self.actor.layout.context)
+        without_records = replace(micro_batch, routing=None, is_routed=None, support=None)
+        local = slice_for_context(without_records, self._coordinates.context, self.actor.layout.context)
         return to_device(local, output.device)
 
     def _step(self, mini_batch: _PolicyMiniBatch, train_step: int, mismatch: list[MetricSums]) -> StepResult:

@@ -1,7 +1,7 @@
 """The header of a rollout batch: what every rank knows about all samples, as tensors that are broadcast.
 
 Counts, advantages and packing plans come from it. Only the ranks that pack a sample have its numbers (tokens,
-log-probs, routing); see `trainer.rollout`. A response is one sequence, an episode one for each of its streams, next to
+log-probs, routing, supports); see `trainer.rollout`. A response is one sequence, an episode one for each of its streams, next to
 each other. Of a batch's S sequences, in the order of their groups, it has
 
     sample_ids      UTF-8, separated by newlines
@@ -16,6 +16,7 @@ each other. Of a batch's S sequences, in the order of their groups, it has
     turn_rewards    [V] float64
     turn_contexts   [V] int64: equal for equal tokens before a turn
     routing         [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
+    support         [S] int64: numbers in its supports; -1: none are recorded
 
 A response is a sequence of runs; the tokens of a run have the same age and state.
 """
@@ -77,7 +78,8 @@ def header_of(
     names = "\n".join(_name_of(sample, segment) for _, sample, segment in sequences)
     reward_names = sorted({name for sample in samples for name in sample.rewards})
     starts = [sample.window.start_of(segment) for _, sample, segment in sequences]
-    routing = [sample.completion.stream(segment).routing for _, sample, segment in sequences]
+    streams = [sample.completion.stream(segment) for _, sample, segment in sequences]
+    supports = [stream.support if isinstance(stream, Completion) else None for stream in streams]
     runs = [
         (number, *run)
         for number, ((_, sample, segment), start) in enumerate(zip(sequences, starts))
@@ -105,12 +107,15 @@ def header_of(
         ).reshape(-1, 4),
         "turn_rewards": np.array([turn.reward for _, turn in turns], np.float64),
         "turn_contexts": np.array([turn.context for _, turn in turns], np.int64),
-        "routing": np.array([_routing_of(each) for each in routing], np.int32).reshape(-1, 4),
+        "routing": np.array([_routing_of(stream.routing) for stream in streams], np.int32).reshape(-1, 4),
+        "support": np.array([-1 if support is None else support.size for support in supports], np.int64),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-_PER_SEQUENCE = ("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "routing")
+_PER_SEQUENCE = (
+    *("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "routing", "support"),
+)
 
 
 def turn_credits(group: Group, sample: ScoredSample, segment: int, rewards_turns: bool) -> Iterator[TurnCredit]:
@@ -128,7 +133,7 @@ def turn_credits(group: Group, sample: ScoredSample, segment: int, rewards_turns
 
 
 def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
-    """Return the samples as every rank knows them: tokens, log-probs and routing have a shape but no memory.
+    """Return the samples as every rank knows them: tokens, log-probs, routing and supports have a shape but no memory.
 
     They are on the meta device, so using them is an error.
     """
@@ -177,6 +182,7 @@ def _sample(
         staleness=_per_token(lengths, ages) if ages.any() else None,
         critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window, turns, rewards),
         routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
+        support=torch.empty(row["support"], dtype=torch.int32, device="meta") if row["support"] >= 0 else None,
         observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
         segment=int(row["segment"]),
     )
@@ -221,8 +227,8 @@ def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> lis
 
 
 def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str, Any]:
-    """Return the tokens of prompt and response, the response's log-probs, and the routing if it is replayed. The latter
-    two share the completion's memory."""
+    """Return the tokens of prompt and response, the response's log-probs, and routing and supports if they are recorded.
+    All but the tokens share the completion's memory."""
     prompt, stream = np.asarray(_prompt_of(group, sample, segment), np.int32), sample.completion.stream(segment)
     assert len(stream.token_ids) == len(stream.logprobs), (
         f"sample {_name_of(sample, segment)}: {len(stream.token_ids)} response tokens but {len(stream.logprobs)} log-probs"
@@ -231,4 +237,9 @@ def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str
         "tokens": torch.from_numpy(np.concatenate((prompt, stream.token_ids))),
         "rollout_logprobs": torch.from_numpy(stream.logprobs),
         **({} if stream.routing is None else {"routing": torch.from_numpy(stream.routing)}),
+        **(
+            {"support": torch.from_numpy(stream.support)}
+            if isinstance(stream, Completion) and stream.support is not None
+            else {}
+        ),
     }

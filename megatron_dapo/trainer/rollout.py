@@ -1,7 +1,7 @@
 """The loop's view of generation: rank 0 collects scored groups, and every rank gets the same train samples.
 
 Every rank knows the header of all samples. Tokens and log-probs, 8 bytes per token, stay only on the ranks that pack
-them, and the routing only on those of these ranks that train the policy.
+them, routing and supports only on those of these ranks that train the policy.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Rollout:
     def _receive(self, share: Share) -> list[TrainSample]:
         samples = samples_of(broadcast_tensors(None))
         kept, kept_by_policy = share(samples)
-        keepers = {"tokens": kept, "rollout_logprobs": kept, "routing": kept_by_policy}
+        keepers = {"tokens": kept, "rollout_logprobs": kept, "routing": kept_by_policy, "support": kept_by_policy}
         for chunk in _chunks(samples):
             # NCCL broadcasts on the device; packing and advantages happen on the host.
             for name, numbers in broadcast_tensors(None).items():
@@ -179,7 +179,8 @@ def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
 
 
 def _num_bytes(sample: TrainSample) -> int:
-    return 8 * sample.num_tokens + (0 if sample.routing is None else sample.routing.nbytes)
+    records = (sample.routing, sample.support)
+    return 8 * sample.num_tokens + sum(record.nbytes for record in records if record is not None)
 
 
 class _Rank0Failed(RuntimeError):

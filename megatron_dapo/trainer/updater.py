@@ -152,6 +152,8 @@ class Updater:
         data_rank = model.layout.coordinates(model.rank).data
         if not model.replays_routing:
             samples = [replace(sample, routing=None) for sample in samples]
+        if not model.reads_supports:
+            samples = [replace(sample, support=None) for sample in samples]
         # Every rank plans for all samples and packs its own, so shares need no communication.
         micro_batches = build_micro_batches(samples, weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))

@@ -26,6 +26,7 @@ from megatron_dapo.trainer.batch_header import header_of, samples_of
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.rollout import Rollout
+from megatron_dapo.token_support import join_supports
 from megatron_dapo.types import (
     Completion,
     CriticContext,
@@ -53,14 +54,16 @@ def make_groups() -> list[Group]:
         for index in range(rng.randint(1, 5)):
             length, cut = rng.randint(1, 40), rng.randint(0, 40)
             ranges = [(0, min(cut, length), rng.randint(3, 7)), (min(cut, length), length, 7)]
+            tokens = [rng.randrange(1000) for _ in range(length)]
             completion = Completion(
                 f"{number}/{index}",
-                [rng.randrange(1000) for _ in range(length)],
+                tokens,
                 [-rng.random() for _ in range(length)],
                 rng.choice(["stop", "length"]),
                 tuple(VersionRange(*each) for each in ranges if each[1] > each[0]),
                 # A group of a state that was saved before its run replayed the routing has none.
                 None if number == 4 else drawn_routing(rng, len(prompt.token_ids) + length - 1),
+                None if number == 5 else drawn_supports(rng, tokens),
             )
             window = Window(rng.choice([0, 0, rng.randrange(length)]), rng.random() < 0.8)
             reward = rng.choice([1.0, -1.0, 0.25])
@@ -72,6 +75,11 @@ def make_groups() -> list[Group]:
 
 def drawn_routing(rng: random.Random, num_tokens: int) -> np.ndarray:
     return np.array([[[rng.randrange(256) for _ in range(2)] for _ in range(3)] for _ in range(num_tokens)], np.uint8)
+
+
+def drawn_supports(rng: random.Random, tokens: list[int]) -> np.ndarray:
+    rows = [[token, *rng.sample(range(1000, 2000), rng.randrange(6))] for token in tokens]
+    return join_supports(np.array([len(row) for row in rows]), np.array([word for row in rows for word in row]))
 
 
 def whole_sample(group: Group, index: int, sample: ScoredSample) -> TrainSample:
@@ -90,6 +98,7 @@ def whole_sample(group: Group, index: int, sample: ScoredSample) -> TrainSample:
         staleness=torch.tensor(ages).float(),
         critic_context=CriticContext(sample.reward, sample.score.accuracy > 0, sample.window),
         routing=None if completion.routing is None else torch.from_numpy(completion.routing),
+        support=None if completion.support is None else torch.from_numpy(completion.support),
     )
 
 
@@ -109,6 +118,7 @@ def make_learner(layout: ParallelLayout) -> PolicyLearner:
         part=SimpleNamespace(group=None),
         architecture=SimpleNamespace(attention_parity=0),
         replays_routing=True,
+        reads_supports=True,
     )
     phases = Phases()
     return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
@@ -140,10 +150,15 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
     whole = [whole_sample(group, index, sample) for index, group in enumerate(groups) for sample in group.samples]
     own, expected = packed(learner, received, step), packed(learner, whole, step)
     held = [one.sample_id for one in received if not one.tokens.is_meta]
-    # A rank that also has a critic packs all samples for it, and the routing is the policy's alone.
+    # A rank that also has a critic packs all samples for it, and routing and supports are only for the policy.
     with_critic = generator.generate(9, lambda samples: (range(len(samples)), learner.share(samples, step))).samples
-    routed = [one.sample_id for one in with_critic if one.routing is not None and not one.routing.is_meta]
-    unrouted = {one.sample_id for one in whole if one.routing is None}
+    records = {
+        name: (
+            [one.sample_id for one in with_critic if getattr(one, name) is not None and not getattr(one, name).is_meta],
+            {one.sample_id for one in whole if getattr(one, name) is None},
+        )
+        for name in ("routing", "support")
+    }
     # Packing is all that reads tokens and log-probs; a sample of another rank has none.
     with pytest.raises((NotImplementedError, RuntimeError)):
         packed(learner, samples_of(header_of(groups, VERSION)), step)
@@ -154,7 +169,10 @@ def shares(arguments: dict[str, Any]) -> dict[str, Any]:
                 "data": learner._coordinates.data,
                 "held": held,
                 "critics": sum(not one.tokens.is_meta for one in with_critic),
-                "routed": rank == 0 or routed == [name for name in held if name not in unrouted],
+                "records": rank == 0
+                or all(
+                    having == [name for name in held if name not in without] for having, without in records.values()
+                ),
                 "all": [one.sample_id for one in whole],
                 "elements": sum(one.tokens.untyped_storage().nbytes() for one in received if not one.tokens.is_meta),
                 "tokens": sum(one.num_tokens for one in received if not one.tokens.is_meta),
@@ -169,7 +187,7 @@ def test_shares_train_what_all_samples_train(layout: str, chunk_bytes: int) -> N
     arguments = {"layout": LAYOUTS[layout], "chunk_bytes": chunk_bytes, "step": 2}
     reports = run_distributed(target_in(__file__, "shares"), 4, arguments)["reports"]
     assert all(report["equal"] for report in reports)
-    assert all(report["routed"] and report["critics"] == len(report["all"]) for report in reports)
+    assert all(report["records"] and report["critics"] == len(report["all"]) for report in reports)
     by_data: dict[int, list[str]] = {}
     for report in reports:
         assert by_data.setdefault(report["data"], report["held"]) == report["held"], (

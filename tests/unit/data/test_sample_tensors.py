@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.token_support import WHOLE
 from megatron_dapo.types import CriticContext, TrainSample, Window
 
 
@@ -55,6 +56,23 @@ def test_critic_contexts_are_restored():
     back = from_tensors(json.loads(json.dumps(description)), tensors)
 
     assert [sample.critic_context for sample in back] == [judged.critic_context, None]
+
+
+def without(tensors, name):
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def test_supports_are_restored():
+    supports = [torch.tensor([5, 7, ~2, ~9, WHOLE], dtype=torch.int32), torch.tensor([~1], dtype=torch.int32)]
+    samples = [replace(_sample(0, 3, 3), support=supports[0]), _sample(1, 2, 2), replace(_sample(2, 1, 1), support=supports[1])]
+    description, tensors = to_tensors(samples)
+    back = from_tensors(json.loads(json.dumps(description)), tensors)
+    assert torch.equal(back[0].support, supports[0]) and torch.equal(back[2].support, supports[1])
+    assert back[1].support is None and back[0].support.dtype == torch.int32
+    del description["support"]  # as in batches dumped before supports were recorded
+    assert not any(one.support is not None for one in from_tensors(description, without(tensors, "support")))
+    with pytest.raises(ValueError, match="support holds 6 values, its lengths add up to 0"):
+        from_tensors(description, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])

@@ -52,7 +52,7 @@ def test_uniforms_are_flat_and_unrelated_across_neighboring_seeds() -> None:
 def test_draw_follows_the_tempered_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, float("-inf"), 1.0])
     num_rows = 40000
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         logits.expand(num_rows, -1),
         rows(num_rows, temperature),
         uniforms(torch.arange(num_rows), torch.zeros(num_rows).long()),
@@ -77,7 +77,7 @@ def test_top_k_and_top_p_restrict_but_log_probs_are_of_the_whole_vocabulary() ->
         (0.01, 0, {1}),
         (0.47, 2, {1}),
     ):
-        tokens, logprobs = draw(logits.expand(num_rows, -1), rows(num_rows, 1.0, top_p, top_k), uniform)
+        tokens, logprobs, _ = draw(logits.expand(num_rows, -1), rows(num_rows, 1.0, top_p, top_k), uniform)
         # 0.7 is on the edge of float32: both sets are right there.
         allowed = [kept, kept | {2}] if top_p == 0.7 else [kept]
         assert set(tokens.tolist()) in allowed, (top_p, top_k)
@@ -89,6 +89,31 @@ def test_top_k_and_top_p_restrict_but_log_probs_are_of_the_whole_vocabulary() ->
         assert torch.all((frequency - restricted).abs() < 5 * (restricted * (1 - restricted) / num_rows).sqrt() + 1e-12)
 
 
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 4096), (1.0, 7), (0.6, 5)])
+def test_what_is_recorded_is_what_is_drawn_from(top_p: float, top_k: int) -> None:
+    """Chi-square of 60,000 tokens against the softmax over the recorded support."""
+    num_rows = 60_000
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(top_k)) * 1.5
+    sampling = RowSampling.of(
+        torch.full((num_rows,), 0.8),
+        torch.full((num_rows,), top_p),
+        torch.full((num_rows,), top_k),
+        torch.arange(num_rows) > 0,
+    )
+    uniform = uniforms(torch.arange(num_rows), torch.full((num_rows,), 3))
+    tokens, logprobs, support = draw(logits.expand(num_rows, -1), sampling, uniform)
+    assert not support[0].any() and (support[1:] == support[1]).all() and 1 < int(support[1].sum()) <= top_k
+    exact = (logits.double() / 0.8).masked_fill(~support[1], float("-inf")).log_softmax(-1)
+    torch.testing.assert_close(logprobs[1:].double(), exact[tokens[1:]], rtol=0, atol=1e-6)
+    assert float(logprobs[0]) == pytest.approx(float((logits.double() / 0.8).log_softmax(-1)[tokens[0]]), abs=1e-6)
+    counts = torch.bincount(tokens[1:], minlength=40).double()
+    expected = exact.exp() * (num_rows - 1)
+    assert counts[~support[1]].sum() == 0
+    chi_square = float(((counts - expected).square() / expected)[support[1]].sum())
+    freedom = int(support[1].sum()) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
 def test_rows_of_one_batch_keep_their_own_parameters() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
@@ -98,10 +123,10 @@ def test_rows_of_one_batch_keep_their_own_parameters() -> None:
         torch.tensor([0, 0, 0, 5]),
     )
     uniform = torch.rand(4)
-    together, together_logprobs = draw(logits, RowSampling.of(temperature, top_p, top_k), uniform)
+    together, together_logprobs, _ = draw(logits, RowSampling.of(temperature, top_p, top_k), uniform)
     for row in range(4):
         alone = RowSampling.of(temperature[row : row + 1], top_p[row : row + 1], top_k[row : row + 1])
-        token, logprob = draw(logits[row : row + 1], alone, uniform[row : row + 1])
+        token, logprob, _ = draw(logits[row : row + 1], alone, uniform[row : row + 1])
         assert token.item() == together[row].item()
         assert logprob.item() == pytest.approx(together_logprobs[row].item(), abs=1e-6)
     assert together[1].item() == int(logits[1].argmax())
@@ -110,5 +135,5 @@ def test_rows_of_one_batch_keep_their_own_parameters() -> None:
 
 def test_the_largest_uniform_never_leaves_the_support() -> None:
     logits = torch.tensor([[0.0, 1.0, float("-inf"), float("-inf")]]).expand(2, -1)
-    tokens, _ = draw(logits, rows(2), torch.tensor([0.0, 1.0 - 2.0**-24]))
+    tokens, *_ = draw(logits, rows(2), torch.tensor([0.0, 1.0 - 2.0**-24]))
     assert tokens.tolist() == [0, 1]

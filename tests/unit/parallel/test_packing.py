@@ -262,6 +262,22 @@ def test_routing_stands_at_the_token_that_was_routed(dtype: torch.dtype) -> None
         pack([short], [1.0], layout)
 
 
+def test_a_support_stands_at_the_position_that_predicts_its_token() -> None:
+    plain, drawn = make_sample(6, 2, 1, "a"), make_sample(5, 2, 2, "b")
+    tokens = drawn.tokens[2:].tolist()
+    flat = torch.tensor([tokens[0], ~70_000, ~tokens[1], 5, tokens[2], ~6], dtype=torch.int32)
+    drawn = replace(drawn, support=flat)
+    batch = pack([plain, drawn], [1.0] * 2, ParallelLayout(1))
+    expected = torch.full((11, 3), -1)
+    expected[7, :2] = torch.tensor([tokens[0], 70_000])
+    expected[8, 0], expected[9] = tokens[1], torch.tensor([5, tokens[2], 6])
+    assert torch.equal(batch.support, expected.int()) and pack([plain], [1.0], ParallelLayout(1)).support is None
+    with pytest.raises(ValueError, match="sample 'b': the supports of 2 tokens, its response has 3"):
+        pack([replace(drawn, support=flat[:3])], [1.0], ParallelLayout(1))
+    with pytest.raises(ValueError, match="sample 'b': response token 1 is not in the support it was drawn from"):
+        pack([replace(drawn, support=torch.where(flat == ~tokens[1], ~(tokens[1] + 1), flat))], [1.0], ParallelLayout(1))
+
+
 def test_values_are_aligned_with_the_log_probs_of_their_tokens() -> None:
     plain, judged = make_sample(6, 3), make_sample(5, 2)
     values, returns = torch.tensor([0.5, 0.25, -1.0]), torch.tensor([1.0, 2.0, 3.0])

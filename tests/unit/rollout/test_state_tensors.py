@@ -14,6 +14,7 @@ import torch
 from megatron_dapo.checkpoints.store import CheckpointStore, save_checkpoint
 from megatron_dapo.engines.base import completion_from_json
 from megatron_dapo.rollout.serialization import join_state, split_state
+from megatron_dapo.token_support import WHOLE
 from megatron_dapo.trainer.checkpointing import collector_state
 from megatron_dapo.types import Completion
 
@@ -113,3 +114,18 @@ def test_routing_comes_back_in_its_type_and_shape(tmp_path: Path, dtype: type) -
 
 def completion_of(value: Mapping[str, Any]) -> Completion:
     return completion_from_json({**value, "finish_reason": "stop", "versions": ()})
+
+
+def test_supports_come_back_with_those_who_have_them(tmp_path: Path) -> None:
+    supports = {"0": np.array([4, ~7, 8, 1, ~2], np.int32), "2": np.array([WHOLE], np.int32)}
+    completions = {
+        "0": {**response([7, 8], [-0.5, -0.25]), "support": supports["0"]},
+        "1": response([9], [-1.0]),
+        "2": {**response([3], [-2.0]), "support": supports["2"]},
+    }
+    document, tensors = split_state({"pool": completions})
+    assert "7" not in json.dumps(document) and tensors["support"].tolist() == [4, ~7, 8, 1, ~2, WHOLE]
+    read = through_files({"pool": completions}, tmp_path)["pool"]
+    for name in supports:
+        assert (completion_of(read[name]).support == supports[name]).all()
+    assert completion_of(read["1"]).support is None

@@ -46,6 +46,7 @@ class FakeCritic:
     architecture: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(attention_parity=0))
     rank: int = 0
     replays_routing: bool = False
+    reads_supports: bool = False
 
     def finish_steps(self) -> None:
         """The weights are whole."""
@@ -71,7 +72,7 @@ class FakePolicy:
     """A policy that gives every token the log-prob -1 - `steps made` * `pull`; records the requests."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
-    architecture, replays_routing = SimpleNamespace(attention_parity=0), False
+    architecture, replays_routing, reads_supports = SimpleNamespace(attention_parity=0), False, False
 
     def __init__(self, pull: float = 0.0) -> None:
         self._pull = pull
