@@ -26,7 +26,6 @@ CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error
 EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort", "window"]
 # Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
-MAX_SUPPORT = 4096  # ids that a token may be drawn from if they are recorded; SGLang's own bound
 IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
 
 
@@ -60,7 +59,7 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
-    # The completion then has each token's support, and log-probs renormalized over it. Needs 1 < top_k <= MAX_SUPPORT.
+    # The completion then has each token's support, and log-probs renormalized over it. Needs a top_k above 1.
     with_support: bool = False
 
 

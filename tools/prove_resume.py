@@ -142,6 +142,7 @@ ALGORITHMS = {
     "priority": ('prompt_order = "priority"', ""),
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
+    "top_p": (f"{CARRIED}\ntop_p = 0.9\ntop_k = 30", '[algorithm.off_policy]\ncorrection = "tis"'),
     "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive", freeze="[]")),
     "sao": (
         f'filter_groups = false\norder = "guarded"\n{CARRIED}',

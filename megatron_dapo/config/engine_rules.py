@@ -8,6 +8,7 @@ _SGLANG = 'rollout.engine == "sglang"'
 _GIVEN_BY_URL = f"{_SGLANG} and sglang.urls"
 _OVER_NODES = f"{_SGLANG} and sglang.nodes_per_server > 1"
 _DRAFTS = 'sglang.drafting != "off"'
+_RESTRICTED = "rollout.top_p < 1 or rollout.top_k > 0"
 _IN_FLIGHT = f'{_SGLANG} and sglang.update_pause != "abort"'
 
 ENGINE_RULES = (
@@ -62,6 +63,13 @@ ENGINE_RULES = (
         'set sglang.update_pause = "abort", or rollout.routing_replay = false',
         when=_IN_FLIGHT,
         reason="a server that computes tokens again replaces the experts that they were sampled with",
+        path="sglang.update_pause",
+    ),
+    Rule(
+        f"not ({_RESTRICTED})",
+        'set sglang.update_pause = "abort", or rollout.top_p = 1.0 and rollout.top_k = 0',
+        when=_IN_FLIGHT,
+        reason="what tokens are drawn from has been proven to survive only an abort",
         path="sglang.update_pause",
     ),
     Rule(
@@ -130,6 +138,20 @@ ENGINE_RULES = (
         when=_DRAFTS,
         reason="the experts of drafts that are refused are not told from those of tokens",
         path="sglang.drafting",
+    ),
+    Rule(
+        f"not ({_RESTRICTED})",
+        'set sglang.drafting = "off", or rollout.top_p = 1.0 and rollout.top_k = 0',
+        when=_DRAFTS,
+        reason="what tokens are drawn from has been proven only for those that are sampled one by one",
+        path="sglang.drafting",
+    ),
+    Rule(
+        "algorithm.gkl.coefficient == 0",
+        "set algorithm.gkl.coefficient = 0.0, or rollout.top_p = 1.0 and rollout.top_k = 0",
+        when=_RESTRICTED,
+        reason="it compares whole vocabularies, and the policy that samples has a part of it",
+        path="algorithm.gkl.coefficient",
     ),
     Rule(
         'sglang.attention_backend == "triton" or sglang.attention_backend == "flashinfer"',

@@ -48,6 +48,7 @@ KEYS: Mapping[str, str] = {
     ),
     "rollout_temperature": "rollout.temperature",
     "rollout_top_p": "rollout.top_p",
+    "allow_biased_sampling": "there is no bias to allow: rollout.top_p and rollout.top_k are trained as they are sampled",
     "min_p": "there is no min_p: rollout.top_p and rollout.top_k are",
     "repetition_penalty": "there is none: it would make the sampled distribution another than the trained one",
     # algorithm

@@ -29,6 +29,7 @@ PromptWeight = Literal["equal", "responses"]
 PromptFilterName = Literal["none", "bounds", "model"]
 OnExhausted = Literal["train_partial", "stop", "error"]
 Selection = Literal["diverse", "random"]
+MAX_SUPPORT = 4096  # ids that a token may be drawn from if they are recorded; SGLang's own bound
 Embedding = Literal["hidden_states", "encoder", "ngrams"]
 
 
@@ -85,15 +86,12 @@ class RolloutConfig(Section):
     """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
 
     top_p: ProbabilityMass = 1.0
-    """Nucleus mass. Below 1, the engine renormalizes probabilities and the trainer does not: refused unless
-    allow_biased_sampling."""
+    """Nucleus mass. Below 1, engines record the ids that each token was drawn from, and the trainer renormalizes over them:
+    log-probs, entropy and KL are those of the sampled distribution. Needs top_k, which bounds the record."""
 
     top_k: NonNegativeInt = 0
-    """Sample only from the k likeliest tokens; 0: off. Above 0, it biases like top_p < 1: refused unless
-    allow_biased_sampling."""
-
-    allow_biased_sampling: bool = False
-    """Allow top_p < 1 or top_k > 0 in training rollouts, although the importance ratios are then wrong."""
+    """Sample only from the k likeliest tokens, 2 to 4096; 0: off. Trained exactly, as top_p is. A token then carries 4 bytes
+    for each id it was drawn from, and 4 * top_k in a micro-batch."""
 
     oversample: AtLeastOne = 1.0  # below 1 the first round could never fill the batch
     """Prompts in flight at a time, as a multiple of prompts_per_step. Above 1, later groups are generated while a batch
@@ -173,20 +171,19 @@ class RolloutConfig(Section):
     slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
 
+    @property
+    def is_restricted(self) -> bool:
+        """True if tokens are not drawn from the whole vocabulary, and what each was drawn from is recorded."""
+        return self.top_p < 1 or self.top_k > 0
+
     def broken_rules(self) -> Iterator[Rule]:
         yield from self._broken_rules_of_groups()
-        bias = "the trainer's log-probs are over the whole vocabulary"
-        if self.top_p != 1 and not self.allow_biased_sampling:
+        if self.is_restricted and not 1 < self.top_k <= MAX_SUPPORT:
             yield Rule(
-                "rollout.top_p == 1 or rollout.allow_biased_sampling",
-                "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",
-                reason=bias,
-            )
-        if self.top_k != 0 and not self.allow_biased_sampling:
-            yield Rule(
-                "rollout.top_k == 0 or rollout.allow_biased_sampling",
-                "set rollout.top_k = 0, or rollout.allow_biased_sampling = true",
-                reason=bias,
+                f"1 < rollout.top_k <= {MAX_SUPPORT}",
+                f"set rollout.top_k = {MAX_SUPPORT} or less, or rollout.top_p = 1.0 and rollout.top_k = 0",
+                when="rollout.top_p < 1 or rollout.top_k > 0",
+                reason="the ids that each token was drawn from are recorded, and it bounds them",
             )
         is_on_policy = self.oversample == 1 and self.max_staleness == 0
         if self.dynamic_sampling == "soft" and not (self.filter_groups and is_on_policy):

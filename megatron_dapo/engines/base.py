@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from megatron_dapo.config.rollout_schema import MAX_SUPPORT
 from megatron_dapo.token_support import followed_by, num_supports
 from megatron_dapo.types import (
-    MAX_SUPPORT,
     Completion,
     Episode,
     FinishReason,
@@ -33,7 +33,7 @@ class PrefixReuse:
 
     num_tokens: int = 0
     num_cached: int = 0  # tokens whose keys and values were not computed again
-    num_unrouted: int = 0  # new tokens of aborted answers that did not say their experts, generated again
+    num_unrouted: int = 0  # new tokens of aborted answers that did not say their experts or supports, generated again
     num_verified: int = 0  # tokens of decoding steps that verified drafts
     num_verifications: int = 0  # these steps, summed over responses
 

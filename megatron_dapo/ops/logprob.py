@@ -156,8 +156,8 @@ class _Head(torch.autograd.Function):
             entropy,
             maxima,
             log_totals,
-            to_logprobs=_over_temperature(grad_logprobs, ctx.shard),
-            to_entropy=_over_temperature(grad_entropy, ctx.shard),
+            to_logprobs=over_temperature(grad_logprobs, ctx.shard),
+            to_entropy=over_temperature(grad_entropy, ctx.shard),
             needs_hidden=needs_hidden,
             needs_weight=needs_weight,
             kept=ctx.kept,
@@ -187,5 +187,5 @@ def gradient_beside_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     return torch.empty_like(weight)
 
 
-def _over_temperature(gradient: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
+def over_temperature(gradient: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
     return None if gradient is None else gradient / shard.temperature

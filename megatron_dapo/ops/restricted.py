@@ -22,7 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dapo.ops.lm_head import chunked
 from megatron_dapo.ops.lm_head.inputs import HeadInputs, Upstream, VocabShard, choose_tiles, combine
-from megatron_dapo.ops.logprob import gradient_beside_main_grad, main_grad_of, shard_of, vocab_parallel_logprobs
+from megatron_dapo.ops.logprob import (
+    gradient_beside_main_grad,
+    main_grad_of,
+    over_temperature,
+    shard_of,
+    vocab_parallel_logprobs,
+)
 
 # Logits outside the support: exp is 0, and products of it with counts and with 0 stay finite in fp32, unlike those of -inf.
 _OUTSIDE = -1e30
@@ -65,21 +71,15 @@ def sampled_logprobs(
     is_recorded = support[:, 0] >= 0
     if bool(is_recorded.all()):
         return _restricted_logprobs(hidden, weight, targets, support, **settings)
-    outputs = None
+    parts, order = [], []
     for rows, sampled in ((is_recorded, support), (~is_recorded, None)):
         index = rows.nonzero()[:, 0]
-        if not index.numel():
-            continue
-        part = sampled_logprobs(
-            hidden.index_select(0, index),
-            weight,
-            targets.index_select(0, index),
-            None if sampled is None else sampled.index_select(0, index),
-            **settings,
-        )
-        outputs = outputs or tuple(values.new_zeros(len(targets)) for values in part)
-        outputs = tuple(whole.index_copy(0, index, values) for whole, values in zip(outputs, part, strict=True))
-    return outputs[0], outputs[1]
+        inputs = hidden.index_select(0, index), weight, targets.index_select(0, index)
+        parts.append(sampled_logprobs(*inputs, None if sampled is None else sampled.index_select(0, index), **settings))
+        order.append(index)
+    place = torch.cat(order).argsort()
+    logprobs, entropy = (torch.cat(values).index_select(0, place) for values in zip(*parts, strict=True))
+    return logprobs, entropy
 
 
 def _restricted_logprobs(
@@ -162,9 +162,10 @@ class _Restricted(torch.autograd.Function):
             entropy,
             maxima,
             log_totals,
-            *(None if to is None else to / shard.temperature for to in (to_logprobs, to_entropy)),
-            needs_hidden,
-            needs_weight,
+            to_logprobs=over_temperature(to_logprobs, shard),
+            to_entropy=over_temperature(to_entropy, shard),
+            needs_hidden=needs_hidden,
+            needs_weight=needs_weight,
             main_grad=torch.zeros_like(inputs.weight, dtype=maxima.dtype) if needs_weight else None,
         )
         to_hidden, _ = chunked.gradients(inputs, upstream, _MaskedLogits(inputs, restriction.places))

@@ -82,7 +82,7 @@ _STEP = [
         (
             "tokens_unrouted",
             "tokens",
-            "new tokens of aborted answers without their experts, generated again (rollout.routing_replay)",
+            "new tokens of aborted answers without their experts or supports, generated again (rollout.routing_replay, top_p, top_k)",
         ),
         ("draft_accepted", "tokens", "tokens that a decoding step gave a response, drafts included (sglang.drafting; 0: off)"),
         ("tokens_discarded", "tokens", "response tokens thrown away unjudged or too stale"),

@@ -107,6 +107,7 @@ def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
         config.rollout.top_k,
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
+        with_support=config.rollout.is_restricted,
     )
     streak = FailureStreak(config.rollout.prompts_per_step * config.rollout.group_size)
     sample_scorer = SampleScorer(scorer, inputs.decode, reward_addends(config.reward), scorer, streak)

@@ -274,6 +274,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         prefill_cuda_graph=sglang.prefill_cuda_graph,
         seeded=sglang.enable_deterministic_inference,
         routing=config.rollout.routing_replay,
+        max_support=config.rollout.top_k if config.rollout.is_restricted else 0,
         update_pause=sglang.update_pause,
         draft_tokens=sglang.draft_tokens if sglang.drafting != "off" else 0,
         draft_corpus_tokens=sglang.draft_corpus_tokens,

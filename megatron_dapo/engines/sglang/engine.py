@@ -580,5 +580,6 @@ def join(request: GenerationRequest, generation: Generation, versions: tuple[Ver
         finish_reason=generation.finish_reason,
         versions=versions,
         routing=generation.routing,
+        support=generation.support,
     )
     return behind_prefix(request, rest)

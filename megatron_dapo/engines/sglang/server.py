@@ -63,7 +63,7 @@ class Expectation:
     """The model and mode a server must serve.
 
     `seeded`: its deterministic mode is on. `routing`: it can return experts. `update_pause`: a pause that its labels must bear.
-    `drafts`: it verifies drafts by sampling.
+    `drafts`: it verifies drafts by sampling. `max_support`: most ids that a token is drawn from and that it must record.
     """
 
     architecture: str
@@ -74,6 +74,7 @@ class Expectation:
     routing: bool = False
     update_pause: UpdatePause = "abort"
     drafts: bool = False
+    max_support: int = 0
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Expectation:
@@ -88,7 +89,7 @@ class Expectation:
                 "Hugging Face checkpoint directory"
             ) from error
         dtype, tensor_parallel = DTYPE_NAMES[settings.dtype], settings.tensor_parallel
-        modes = settings.seeded, settings.routing, settings.update_pause, settings.draft_tokens > 0
+        modes = settings.seeded, settings.routing, settings.update_pause, settings.draft_tokens > 0, settings.max_support
         return cls(architecture, vocab_size, dtype, tensor_parallel, *modes)
 
 
@@ -109,6 +110,7 @@ class ServerInfo:
     routing: bool
     overlaps: bool
     weight_loaders: tuple[str, ...]
+    max_support: int = 0  # most ids that it records of a token; 0: it records none
     drafting_problem: str = ""  # why its drafts would change what is sampled, or that there are none
 
 
@@ -361,6 +363,11 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
         wrong.append("no seeds per request: start it with --enable-deterministic-inference")
     if expectation.routing and not info.routing:
         wrong.append("no experts in its answers: start it with --enable-return-routed-experts")
+    if expectation.max_support > info.max_support:
+        wrong.append(
+            f"it records up to {info.max_support} ids that a token was drawn from, and rollout.top_k is {expectation.max_support}: "
+            "use SGLang 0.5.21 or newer with a larger --sampling-mask-max-tokens, or rollout.top_p = 1.0 and rollout.top_k = 0"
+        )
     if expectation.update_pause == "in_place" and info.overlaps:
         wrong.append("it launches batches ahead of a pause: start it with --disable-overlap-schedule")
     if expectation.drafts and info.drafting_problem:
@@ -422,6 +429,7 @@ def _server_info(url: str, http: httpx.Client, api_version: ApiVersion) -> Serve
             routing=bool(server.get("enable_return_routed_experts")),
             overlaps=not server.get("disable_overlap_schedule"),
             weight_loaders=tuple(server.get("custom_weight_loader") or ()),
+            max_support=int(server.get("sampling_mask_max_tokens") or 0),
             drafting_problem=drafting_problem(server),
         )
     except (KeyError, TypeError) as error:

@@ -96,6 +96,8 @@ class ServerSettings:
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
     routing: bool = False
     """Answers can hold the experts that were chosen."""
+    max_support: int = 0
+    """Most ids that tokens will be drawn from and that answers must hold; 0: none are requested."""
     update_pause: UpdatePause = "abort"
     """What weight syncs will do with running requests."""
     cpu_overlap: bool = False

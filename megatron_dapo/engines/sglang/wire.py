@@ -2,7 +2,9 @@
 
 Token ids in, token ids and log-probs out; text is never read. SGLang draws from softmax(logits / temperature) and
 reports log softmax(logits / temperature)[token] over the whole vocabulary, before top-p and top-k; a greedy request
-(temperature 0) reports log-probs at temperature 1. The embedded engine reports the same. The environment variable
+(temperature 0) reports log-probs at temperature 1. If supports are requested, an answer also has the ids that each
+token was drawn from and its log-prob renormalized over them, which is then the one that counts. The embedded engine reports the
+same. The environment variable
 SGLANG_RETURN_ORIGINAL_LOGPROB would change that to temperature 1 always, so it must not be set in a server of ours.
 
 Seeds: under --enable-deterministic-inference SGLang draws by a hash of (seed, position of the last input token,
@@ -23,6 +25,7 @@ import pybase64
 import simdjson
 
 from megatron_dapo.engines.base import context_length, context_of, max_new_tokens_of, stops_before_the_end
+from megatron_dapo.token_support import join_supports
 from megatron_dapo.types import FinishReason, GenerationRequest, RoutingShape, SamplingParams
 
 # log(softmax) in float32 may end a rounding error above 0.
@@ -53,7 +56,8 @@ class Generation:
     weight_version: str  # the server's own label of its weights when it answered; "" if it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
     routing: np.ndarray | None = None  # for the whole sequence, see Completion
-    num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts
+    support: np.ndarray | None = None  # of the new tokens, see Completion
+    num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts or supports
     num_verifications: int = 0  # decoding steps that verified drafts for it
     labels: tuple[LabeledTokens, ...] = ()  # in order, one for every run of tokens; empty from servers that label only whole answers
 
@@ -73,6 +77,7 @@ def generate_body(request: GenerationRequest, rid: str, cache_key: str = "") -> 
             if request.with_routing
             else {}
         ),
+        **({"return_sampling_mask": True} if request.sampling.with_support else {}),
     }
 
 
@@ -133,19 +138,26 @@ def parse_generation(
         if not isinstance(version, str):
             raise AnswerError(f"weight_version is no text but {type(version).__name__}")
         labels = _labels(meta.get("weight_versions"), len(token_ids))
-        routed = None
+        routed, support = None, None
+        lacks_record = (request.with_routing and experts is None) or (
+            request.sampling.with_support and meta.get(_SUPPORTS) is None
+        )
+        # A request that was retracted and is aborted while it waits comes back with its tokens, but without their records.
+        if lacks_record and len(token_ids) and _object(meta["finish_reason"], "finish_reason").get("type") == "abort":
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            return Generation(*nothing, "abort", version, num_cached, num_unrouted=len(token_ids))
+        if request.sampling.with_support and len(token_ids):
+            support, logprobs = _supports(meta, token_ids, vocab_size)
         if request.with_routing and len(token_ids):  # requests that were never started have no routing
             assert routing is not None, "a request for the routing of a model without experts"
-            # A request that was retracted and is aborted while it waits comes back with its tokens, but without experts.
-            if experts is None and _object(meta["finish_reason"], "finish_reason").get("type") == "abort":
-                nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                return Generation(*nothing, "abort", version, num_cached, num_unrouted=len(token_ids))
             known = _known_routing(request)
             routed = _routing(experts, num_read + len(token_ids) - 1 - len(known), routing)
             if len(known):
                 routed = np.concatenate((known, routed))
         steps = _num_verifications(meta.get("spec_verify_ct"), len(token_ids))
-        return Generation(token_ids, logprobs, reason, version, num_cached, routed, num_verifications=steps, labels=labels)
+        return Generation(
+            token_ids, logprobs, reason, version, num_cached, routed, support, num_verifications=steps, labels=labels
+        )
     except AnswerError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:  # the parser's own
@@ -153,6 +165,7 @@ def parse_generation(
 
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+_SUPPORTS = "output_token_sampling_mask"
 _OUTPUT_IDS = b'"output_ids":['
 _LOGPROBS = b'"output_token_logprobs":['
 _ENTRY_END, _LAST_END = b",null],[", b",null]]"
@@ -261,14 +274,39 @@ def _logprobs(value: Any, num_entries: int, token_ids: np.ndarray) -> np.ndarray
     if (strange := numbers[1::3] != token_ids).any():
         index = int(strange.argmax())
         raise AnswerError(f"log-prob {index} is of token {numbers[3 * index + 1]:g}, not of token {token_ids[index]}")
+    return _finite(numbers[0::3], token_ids)
+
+
+def _finite(numbers: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """Return the tokens' log-probs as float32. AnswerError if one is none."""
     with np.errstate(over="ignore"):
-        logprobs = numbers[0::3].astype(np.float32)
-    if (bad := ~(np.isfinite(logprobs) & (numbers[0::3] <= MAX_LOGPROB))).any():
+        logprobs = numbers.astype(np.float32)
+    if (bad := ~(np.isfinite(logprobs) & (numbers <= MAX_LOGPROB))).any():
         index = int(bad.argmax())
-        raise AnswerError(
-            f"log-prob {index} (token {token_ids[index]}) is {numbers[3 * index]}: the served policy has diverged"
-        )
+        raise AnswerError(f"log-prob {index} (token {token_ids[index]}) is {numbers[index]}: the served policy has diverged")
     return logprobs
+
+
+def _supports(meta: simdjson.Object, token_ids: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat supports of the tokens, one list of ids each, and their log-probs renormalized over them."""
+    rows = meta.get(_SUPPORTS)
+    if not isinstance(rows, simdjson.Array):
+        raise AnswerError(f"no {_SUPPORTS}: SGLang says since 0.5.21 what tokens are drawn from; without it set top_p = 1, top_k = 0")
+    sizes = np.array([len(row) if isinstance(row, simdjson.Array) else 0 for row in rows], np.int64)
+    if len(sizes) != len(token_ids) or not sizes.all():
+        raise AnswerError(f"{_SUPPORTS} has {np.count_nonzero(sizes)} lists of ids for {len(token_ids)} tokens")
+    # The parser flattens lists of lists.
+    ids = np.frombuffer(rows.as_buffer(of_type="i"), np.int64)
+    if len(ids) != sizes.sum() or not (0 <= ids.min() and ids.max() < vocab_size):
+        raise AnswerError(f"{_SUPPORTS} is no list of lists of ids below {vocab_size}")
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    if (strange := np.bincount(owner, ids == token_ids[owner], len(sizes)) != 1).any():
+        index = int(strange.argmax())
+        raise AnswerError(f"token {token_ids[index]} (index {index}) is not among the {sizes[index]} ids it was drawn from")
+    numbers = _numbers(meta.get("output_token_sampling_logprobs"), "d", "output_token_sampling_logprobs")
+    if len(numbers) != len(token_ids):
+        raise AnswerError(f"{len(numbers)} renormalized log-probs for {len(token_ids)} tokens")
+    return join_supports(sizes, ids), _finite(numbers, token_ids)
 
 
 _EXPERTS = b'"routed_experts":"'

@@ -216,7 +216,7 @@ def test_an_error_of_a_run_names_arguments_and_rows_and_no_written_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "base_model")
     rows = [*ROWS, {"prompt": "x"}]
-    settings = {"data.max_prompt_tokens": 64, "rollout.top_k": 3}
+    settings = {"data.max_prompt_tokens": 64, "rollout.top_k": 1}
     recipe = Recipe("model", rows, own_reward, output_dir="run", settings=settings)
     with pytest.raises(ConfigError) as caught:
         train(recipe, check=False)

@@ -129,7 +129,7 @@ OPERATIONAL = """
 """.split()
 # ... and those without effect where another value of these recipes switches them off.
 SWITCHED_OFF = """
-    rollout.allow_biased_sampling reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
+    reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
     algorithm.loss.aggregation_length optimizer.min_learning_rate critic.optimizer.min_learning_rate
     data.held_out_share data.injection.when data.injection.rate data.injection.ramp_prompts reward.format.markers reward.perplexity_penalty.start
     reward.perplexity_penalty.end reward.perplexity_penalty.low_start reward.perplexity_penalty.low_end

@@ -112,7 +112,6 @@ THROUGH = {
 THROUGH |= {one.limit: "RUN_ALARMS" for one in RUN_ALARMS if isinstance(one.limit, str)}  # by the keys in its table
 # Their whole purpose is to let the validator accept something.
 CONFIRMATIONS = (
-    "rollout.allow_biased_sampling",
     "sglang.allow_quantization_bias",
     "reward.allow_overlong_filter_and_punishment",
 )

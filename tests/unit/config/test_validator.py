@@ -97,8 +97,12 @@ BROKEN = [
     ("data.injection.templates", "data.injection.templates=['noise'] rollout.budget.enabled=true"),
     ("data.injection.templates", "data.injection.templates=['noise'] rollout.prompt_order=priority"),
     ("data.injection.templates", "data.injection.templates=['noise'] rollout.prompt_filter.name=bounds"),
-    ("rollout.top_p", "rollout.top_p=0.9"),
-    ("rollout.top_k", "rollout.top_k=20"),
+    ("rollout.top_k", "rollout.top_p=0.9"),
+    ("rollout.top_k", "rollout.top_k=1"),
+    ("rollout.top_k", "rollout.top_k=4097"),
+    ("algorithm.gkl.coefficient", "rollout.top_k=50 algorithm.gkl.coefficient=0.1"),
+    ("sglang.update_pause", f"{IN_FLIGHT} rollout.top_k=50"),
+    ("sglang.drafting", f"{DRAFTS} rollout.top_k=50"),
     ("rollout.max_staleness", "rollout.max_staleness=1"),
     ("rollout.oversample", "rollout.oversample=1.5"),
     ("rollout.tail_rounds", "rollout.tail_rounds=true"),
@@ -253,7 +257,7 @@ def test_rewrites_and_the_choice_of_prompts_are_refused_with_both_values_and_the
 @pytest.mark.parametrize(
     "overrides",
     [
-        "rollout.top_p=0.9 rollout.allow_biased_sampling=true",
+        "rollout.top_p=0.9 rollout.top_k=100",
         f"{STALE} rollout.max_staleness=2",
         f"{punished(64)} reward.overlong_filter=true reward.allow_overlong_filter_and_punishment=true",
         "data.injection.templates=['noise']",
@@ -453,11 +457,11 @@ def of_member(path: str, number: float) -> Config:
 
 
 def test_error_lists_every_violation() -> None:
-    config = make(training__mini_batch_prompts=3, rollout__top_k=4)
+    config = make(training__mini_batch_prompts=3, rollout__top_k=1)
     with pytest.raises(ConfigError) as error:
         require_valid(config)
     text = str(error.value)
-    assert "2 problems" in text and "training.mini_batch_prompts = 3" in text and "rollout.top_k = 4" in text
+    assert "2 problems" in text and "training.mini_batch_prompts = 3" in text and "rollout.top_k = 1" in text
 
 
 def test_validator_needs_no_torch() -> None:

@@ -58,7 +58,7 @@ def test_a_job_of_one_core_is_warned_about(machine: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_last_line_is_the_first_conflict_with_its_fix(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = doctor(*in_directory(tmp_path), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3")
+    result = doctor(*in_directory(tmp_path), "--set", "rollout.top_k=1", "--set", "training.mini_batch_prompts=3")
     assert result.exit_code == 1
     last = result.output.rstrip().splitlines()[-1]
     assert last.startswith("first conflict: recipe ") and "Fix: " in last

@@ -24,6 +24,7 @@ def test_the_ranks_hold_every_token_once_with_its_fields(context_size: int) -> N
     micro_batch = replace(micro_batch, **{name: torch.rand(micro_batch.num_tokens) for name in optional})
     routing = torch.randint(0, 256, (micro_batch.num_tokens, 3, 2), dtype=torch.uint8)
     micro_batch = replace(micro_batch, routing=routing, is_routed=torch.rand(micro_batch.num_tokens) < 0.5)
+    micro_batch = replace(micro_batch, support=torch.randint(0, 49, (micro_batch.num_tokens, 4), dtype=torch.int32))
     slices = [slice_for_context(micro_batch, rank, context_size) for rank in range(context_size)]
     for name in PER_TOKEN_FIELDS:
         whole = getattr(micro_batch, name)

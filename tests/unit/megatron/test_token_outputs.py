@@ -19,9 +19,14 @@ def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
 
 
+def packed(positions: torch.Tensor | None, support: torch.Tensor | None = None) -> SimpleNamespace:
+    """The fields of a micro-batch of nine tokens that the head reads."""
+    return SimpleNamespace(targets=torch.arange(9), response_positions=positions, num_tokens=9, support=support)
+
+
 def outputs(chunk: SimpleNamespace, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)) * 0.1
-    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=None, num_tokens=9)
+    micro_batch = packed(None)
     found = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, name))
     return found.logprobs, found.entropy
 
@@ -35,13 +40,15 @@ def test_the_requested_implementation_computes(chunk) -> None:
 
 
 @pytest.mark.parametrize("positions", [[2, 3, 4, 8], [0], []])
-def test_the_head_sees_response_positions_alone(chunk, positions: list[int]) -> None:
+@pytest.mark.parametrize("is_restricted", [False, True])
+def test_the_head_sees_response_positions_alone(chunk, positions: list[int], is_restricted: bool) -> None:
     hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)).mul(0.1).requires_grad_()
     index, settings = torch.tensor(positions, dtype=torch.int64), HeadSettings(100, 0.8, 4)
     weights = torch.linspace(0.5, 2.0, 9)
+    support = torch.arange(9).repeat(9, 1).int() if is_restricted else None
     gradients, found = [], []
     for response_positions in (None, index):
-        micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=response_positions, num_tokens=9)
+        micro_batch = packed(response_positions, support)
         out = token_outputs(chunk, hidden, micro_batch, settings)
         mask = torch.zeros(9).index_fill(0, index, 1.0) * weights
         ((out.logprobs + out.entropy) * mask).sum().backward()
@@ -69,7 +76,7 @@ def test_the_loss_gets_the_divergence_from_a_reference(chunk, monkeypatch: pytes
     hidden, other = (torch.randn(1, 9, 128, generator=generator).mul(0.1) for _ in range(2))
     hidden.requires_grad_()
     index = None if positions is None else torch.tensor(positions)
-    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=index, num_tokens=9)
+    micro_batch = packed(index)
     kept = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, keeps_input=True)).head
     assert token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4)).head is None
     reference = actor.head_input(chunk, other, micro_batch, HeadSettings(100, 0.8, 4))

@@ -375,3 +375,62 @@ def test_labels_of_tokens_cover_them_in_order() -> None:
 def test_a_cache_key_is_sent_if_there_is_one() -> None:
     assert "extra_key" not in generate_body(REQUEST, "a.")
     assert generate_body(REQUEST, "a.", "v3")["extra_key"] == "v3"
+
+
+RECORDED = replace(REQUEST, sampling=replace(REQUEST.sampling, top_p=0.9, top_k=4, with_support=True))
+
+
+def recorded_answer(tokens: list[int], kind: str = "abort", **numbers: object) -> bytes:
+    meta = {
+        "finish_reason": {"type": kind, **({"matched": tokens[-1]} if kind == "stop" else {})},
+        "output_token_logprobs": [[-1.5, token, None] for token in tokens],
+        "weight_version": "default",
+        **numbers,
+    }
+    return json.dumps({"text": "", "output_ids": tokens, "meta_info": meta}, separators=(",", ":")).encode()
+
+
+def supported(rows: object, logprobs: object) -> dict[str, object]:
+    return {"output_token_sampling_mask": rows, "output_token_sampling_logprobs": logprobs}
+
+
+def test_supports_and_their_log_probs_are_read() -> None:
+    answer = recorded_answer([7, 8, 9], "stop", **supported([[4, 7], [8], [299, 9, 0]], [-0.25, 0.0, -1.5]))
+    read = parse_generation(answer, RECORDED, vocab_size=VOCAB_SIZE)
+    assert read.support.tolist() == [4, ~7, ~8, 299, 9, ~0] and read.support.dtype == np.int32
+    assert read.logprobs.tolist() == [-0.25, 0.0, -1.5] and read.logprobs.dtype == np.float32
+    plain = parse_generation(answer, REQUEST, vocab_size=VOCAB_SIZE)
+    assert plain.support is None and plain.logprobs.tolist() == [-1.5] * 3
+    assert generate_body(RECORDED, "a")["return_sampling_mask"] and "return_sampling_mask" not in generate_body(REQUEST, "a")
+    empty = parse_generation(recorded_answer([]), RECORDED, vocab_size=VOCAB_SIZE)
+    assert empty.support is None and empty.num_unrouted == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({}, "SGLang says since 0.5.21 what tokens are drawn from"),
+        (supported([[7]], [-0.5]), "has 1 lists of ids for 2 tokens"),
+        (supported([[7], []], [-0.5, -0.5]), "has 1 lists of ids for 2 tokens"),
+        (supported([[7], 9], [-0.5, -0.5]), "has 1 lists of ids for 2 tokens"),
+        (supported([[7], [9, 300]], [-0.5, -0.5]), "no list of lists of ids below 300"),
+        (supported([[7], [9, -1]], [-0.5, -0.5]), "no list of lists of ids below 300"),
+        (supported([[7], [[9, 9]]], [-0.5, -0.5]), "no list of lists of ids below 300"),
+        (supported([[7], [8, 4]], [-0.5, -0.5]), r"token 9 \(index 1\) is not among the 2 ids"),
+        (supported([[7], [9, 9]], [-0.5, -0.5]), r"token 9 \(index 1\) is not among the 2 ids"),
+        (supported([[7], [9]], [-0.5]), "1 renormalized log-probs for 2 tokens"),
+        (supported([[7], [9]], [-0.5, 0.5]), r"log-prob 1 \(token 9\) is 0.5"),
+        (supported([[7], [9]], None), "is no list"),
+        (supported([[7], ["9"]], [-0.5, -0.5]), "."),
+    ],
+)
+def test_supports_of_another_form_or_of_other_tokens_are_refused(numbers: dict[str, object], message: str) -> None:
+    with pytest.raises(AnswerError, match=message):
+        parse_generation(recorded_answer([7, 9], "stop", **numbers), RECORDED, vocab_size=VOCAB_SIZE)
+
+
+def test_an_aborted_answer_without_its_supports_gives_its_tokens_up() -> None:
+    read = parse_generation(recorded_answer([5, 6]), RECORDED, vocab_size=VOCAB_SIZE)
+    assert (read.finish_reason, len(read.token_ids), read.support, read.num_unrouted) == ("abort", 0, None, 2)
+    kept = parse_generation(recorded_answer([5], **supported([[5]], [0.0])), RECORDED, vocab_size=VOCAB_SIZE)
+    assert kept.token_ids.tolist() == [5] and kept.support.tolist() == [~5] and kept.num_unrouted == 0
