@@ -19,6 +19,7 @@ SAMPLING = (
     "rollout.prompts_per_step=6",
     "training.mini_batch_prompts=6",
     "run.total_steps=2",
+    "optimizer.warmup_steps=0",
     *NO_EVALUATION,
 )
 
