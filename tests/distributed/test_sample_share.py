@@ -20,13 +20,13 @@ from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.token_support import join_supports
 from megatron_dapo.trainer import rollout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.batch_header import header_of, samples_of
 from megatron_dapo.trainer.offload import DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.rollout import Rollout
-from megatron_dapo.token_support import join_supports
 from megatron_dapo.types import (
     Completion,
     CriticContext,

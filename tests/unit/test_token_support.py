@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tests.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.token_support import FILLER, followed_by, join_supports, num_supports, support_table
+from tests.examples import examples
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 2), max_size=6), max_size=12)
 
