@@ -10,6 +10,7 @@ from megatron_dapo.plan.memory.parameters import FP32
 
 TOKEN_BYTES = 72  # per packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
 NUM_TERMS = 3  # per trained token until its optimizer step: old and reference log-probs, importance weight
+ID_BYTES = 4  # per id in a token's support
 SERVED_CHOICE = 4  # bytes per chosen expert in a server
 
 
@@ -26,6 +27,11 @@ def choice_bytes(config: Config, architecture: ModelArchitecture) -> int:
     return architecture.num_layers * architecture.num_experts_per_token * item
 
 
+def support_bytes(config: Config) -> int:
+    """Return the most bytes of the ids that a token was drawn from, 0 if that is the whole vocabulary."""
+    return ID_BYTES * config.rollout.top_k if config.rollout.is_restricted else 0
+
+
 def share_tokens(config: Config, responses: int, processes: int) -> int:
     """Return the tokens in a replica's share of these responses."""
     p = config.parallel
@@ -36,7 +42,7 @@ def share_tokens(config: Config, responses: int, processes: int) -> int:
 def batch_bytes(config: Config, architecture: ModelArchitecture, processes: int) -> int:
     """Return the bytes of samples on a device while a model is trained: one mini-batch, and the log-probs of the whole step."""
     mini_batch = min(step_responses(config), config.training.mini_batch_prompts * config.rollout.group_size)
-    packed = TOKEN_BYTES + choice_bytes(config, architecture)
+    packed = TOKEN_BYTES + choice_bytes(config, architecture) + support_bytes(config)
     terms = NUM_TERMS * FP32 * share_tokens(config, step_responses(config), processes) // config.parallel.cp_size
     return packed * share_tokens(config, mini_batch, processes) + terms
 
@@ -46,12 +52,12 @@ def host_batch_bytes(
 ) -> int:
     """Return the bytes of a step's samples on the first node.
 
-    Every rank holds its replica's mini-batches in pinned memory, rank 0 the chosen experts of all responses, and the
+    Every rank holds its replica's mini-batches in pinned memory, rank 0 the chosen experts and supports of all responses, and the
     node's servers the chosen experts of the `served_tokens` in their caches.
     """
     chosen, responses = choice_bytes(config, architecture), step_responses(config)
-    packed = (TOKEN_BYTES + chosen) * share_tokens(config, responses, processes)
+    packed = (TOKEN_BYTES + chosen + support_bytes(config)) * share_tokens(config, responses, processes)
     longest = config.longest_trained
-    generated = chosen * longest * math.ceil(config.rollout.oversample * responses)
+    generated = (chosen + support_bytes(config)) * longest * math.ceil(config.rollout.oversample * responses)
     of_servers = SERVED_CHOICE * architecture.num_layers * architecture.num_experts_per_token * served_tokens
     return ranks_of_node * packed + generated + (of_servers if chosen else 0)

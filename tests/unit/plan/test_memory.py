@@ -378,6 +378,15 @@ def test_experts_of_the_responses_of_a_step_are_host_memory(num_experts: int, it
     assert served.host - memory_of(False, engine="sglang").host == a_response * (32 + 8 * 8) + of_servers
 
 
+def test_supports_of_the_responses_of_a_step_are_host_memory() -> None:
+    def host_of(top_k: int) -> int:
+        rollout = {"top_k": top_k, "prompts_per_step": 8, "group_size": 4, "max_response_tokens": 900}
+        config = run_of(rollout=rollout, parallel={"tp_size": 2, "pp_size": 2}, data={"max_prompt_tokens": 100})
+        return run_memory(config, parse_architecture(QWEN_7B), 16, Cluster(num_nodes=2, gpus_per_node=8)).host
+
+    assert host_of(50) - host_of(0) == 1000 * 4 * 50 * (32 + 8 * 8)
+
+
 @pytest.mark.parametrize(
     ("implementation", "item"), [("auto", 2 + 4 / 64), ("triton_tuned", 2 + 4 / 64), ("te_fp8", 4)]
 )
