@@ -43,6 +43,11 @@ class Prompt:
     begins_episode: bool = False  # it is played with an environment
 
     @property
+    def source_name(self) -> str:
+        """Name of its data source, by which teachers are chosen."""
+        return self.source or self.data_source
+
+    @property
     def task(self) -> Mapping[str, Any] | None:
         """What an environment begins from: the other columns of the prompt's row, its messages and its answer."""
         if not self.begins_episode:
@@ -480,6 +485,9 @@ class TrainSample:
     support: torch.Tensor | None = None  # [M] int32, see Completion; None: sampled from the whole vocabulary
     observed: torch.Tensor | None = None  # [R] bool: an environment's tokens, never trained; None: all were sampled
     segment: int = 0  # stream of its episode; 0: the main one, or the only one
+    source: str = ""  # data source of its prompt
+    # [R] float32, the weighted sum of log pi_teacher - log pi over the servers that teach it; None: no server does.
+    teacher_gains: torch.Tensor | None = None
 
     @property
     def episode(self) -> str:

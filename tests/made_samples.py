@@ -10,4 +10,4 @@ from megatron_dapo.types import Group, TrainSample
 
 def train_samples(groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False) -> list[TrainSample]:
     header = header_of(groups, training_version, filter_overlong=filter_overlong)
-    return with_numbers(samples_of(header), groups)
+    return with_numbers(samples_of(header), groups, {})

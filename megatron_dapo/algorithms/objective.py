@@ -1,6 +1,6 @@
 """The loss of one micro-batch: policy loss x correction, KL towards the reference, and entropy.
 
-    loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl + gkl - c * entropy)
+    loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl + gkl + distilled - c * entropy)
          + sum over trained tokens of correct responses of positive_weight * -log pi        (VAPO)
 
 `loss_weights` contain the global denominators, so the caller sums losses and gradients and never averages.
@@ -65,10 +65,12 @@ class PolicyObjective:
         entropy: torch.Tensor,
         behavior: BehaviorTerms,
         divergence: tuple[torch.Tensor, torch.Tensor] | None = None,
+        distilled: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Return the scalar loss and sums over trained tokens from the policy's `logprobs` [P] and `entropy` [P].
 
         `divergence`: the two terms [P] of the generalized KL towards the reference, if algorithm.gkl has a coefficient.
+        `distilled`: the token losses [P] of distillation.
         """
         algorithm = self.algorithm
         token_loss, metrics = policy_loss(
@@ -102,6 +104,8 @@ class PolicyObjective:
             penalty, gkl_metrics = generalized_kl_loss(*divergence, micro_batch.loss_mask, algorithm.gkl)
             token_loss = token_loss + penalty
             metrics = {**metrics, **gkl_metrics}
+        if distilled is not None:
+            token_loss = token_loss + distilled
         # loss_weights cover the whole optimizer step, so no mean over micro-batches follows.
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights

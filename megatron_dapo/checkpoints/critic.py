@@ -26,13 +26,12 @@ from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import RandomReader, TensorReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.models.architecture import HEADS, LANGUAGE_MODEL, VALUE_BIAS, VALUE_WEIGHT, ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.tokens import check_same_tokens
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
-from megatron_dapo.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILE = "tokenizer.json"
 # Fields in which a policy and a critic of the same layers may differ.
 _FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_embeddings"})
 
@@ -60,7 +59,7 @@ def critic_architecture(directory: str | Path, policy_directory: str | Path | No
     source = read_architecture(directory, heads=HEADS)
     if policy_directory is not None:
         _check_same_layers(directory, source, policy_directory, read_architecture(policy_directory))
-        _check_same_tokens(directory, policy_directory)
+        check_same_tokens("critic", directory, policy_directory)
     if source.head != LANGUAGE_MODEL:
         with HFCheckpoint(directory) as stored:
             _check_labels(stored, source)
@@ -162,30 +161,3 @@ def _check_same_layers(
             f"critic {directory} is not of the policy's architecture ({policy_directory}): {values}; "
             "start from a critic of this model, or from the policy"
         )
-
-
-def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> None:
-    """Raise ValueError if both directories have a tokenizer and some token has different ids."""
-    ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (directory, policy_directory))
-    # Without both files there is nothing to compare; the vocabulary size is checked with the layers.
-    if ours is None or theirs is None or ours == theirs:
-        return
-    different = sum(ours.get(token) != theirs.get(token) for token in {*ours, *theirs})
-    raise ValueError(
-        f"critic {directory} has another tokenizer than the policy {policy_directory}: {len(ours)} and {len(theirs)} tokens, "
-        f"{different} of them not the same; start from a critic with the policy's tokenizer, or from the policy"
-    )
-
-
-def _vocabulary(path: Path) -> dict[str, int] | None:
-    """Return token -> id of a tokenizer.json, added tokens included; None without such a file."""
-    try:
-        content = read_json(path)
-        vocabulary = content["model"]["vocab"]
-        # Unigram models list [token, score] pairs in the order of their ids.
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
-        return {**dict(pairs), **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{path}: not a tokenizer: {error!r}") from None

@@ -7,6 +7,7 @@ from math import exp
 
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_schema import FunctionAdvantageConfig
+from megatron_dapo.config.distillation_schema import DistillationConfig
 from megatron_dapo.config.loss_schema import (
     DppoTvLossConfig,
     FunctionLossConfig,
@@ -51,6 +52,8 @@ def describe(plan: Plan) -> Iterator[str]:
         f"{_overlong(config)}"
     )
     yield f"loss: {_loss_line(loss)}, {loss.aggregation}; advantage {_advantage(config)}"
+    if config.distillation.teachers:
+        yield f"distillation: {_teachers(config.distillation)}"
     of_critic = f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""
     yield f"learning rate: {_rate(config.optimizer)}{of_critic}"
     yield f"output: {config.run.output_dir}"
@@ -263,6 +266,17 @@ def _parts(config: Config, model: ModelMemory, ranks: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _teachers(section: DistillationConfig) -> str:
+    """Return the divergence and the teachers with what they teach."""
+    divergence = f"{section.divergence} (beta {section.beta:g})" if section.divergence == "js" else section.divergence
+    teachers = (
+        f"{one.name} ({one.url or 'the whole vocabulary'}) of "
+        f"{', '.join(one.sources) or 'all prompts'}{', with rewards' if one.rl else ''}"
+        for one in section.teachers
+    )
+    return f"{divergence}, {section.coefficient:g} times; {'; '.join(teachers)}"
 
 
 def _loss_line(loss: PolicyLossConfig) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.data_schema import TASK_PREFIX
-from megatron_dapo.config.rules import UnusableInput, Violation, value_of
+from megatron_dapo.config.layout_rules import architecture_facts, architecture_rules, layout_facts
+from megatron_dapo.config.rules import UnusableInput, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import is_function_path
 from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
-
+from megatron_dapo.models.tokens import check_same_tokens
 
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl", ".jar")  # files that are the argument of an interpreter
 
@@ -33,7 +34,7 @@ def check_inputs(config: Config, are_here: bool = True) -> tuple[ModelArchitectu
         policy = read_architecture(config.model.path if are_here else planned_directory(config.model.path))
     except ValueError as error:
         return None, [*problems, UnusableInput("model.path", str(error))]
-    return policy, [*problems, *critics_of_other_models(config, policy)]
+    return policy, [*problems, *critics_of_other_models(config, policy), *unfit_teachers(config, are_here)]
 
 
 def missing_inputs(config: Config) -> list[Violation]:
@@ -110,6 +111,28 @@ def critics_of_other_models(config: Config, policy: ModelArchitecture) -> list[V
     fix = "set critic.path to a critic of this model, or leave it out to start from the policy"
     values = {"critic.path": config.critic.path, **values}
     return [Violation("critic.path", "a critic of the policy's architecture", fix, values)]
+
+
+def unfit_teachers(config: Config, are_here: bool = True) -> Iterator[Violation]:
+    """Yield a violation for each teacher whose directory is absent (if it has to be here), has another tokenizer, or does not
+    divide into the policy's layout. Reads config.json and tokenizer.json."""
+    for teacher in config.distillation.teachers:
+        directory, label = Path(teacher.path), f"teacher {teacher.name}"
+        if not teacher.path:
+            continue
+        if are_here and not directory.is_dir():
+            yield _absent("distillation.teachers", directory, f"{label}: a Hugging Face directory that exists")
+            continue
+        directory = directory if are_here else planned_directory(directory)
+        try:
+            check_same_tokens(label, directory, config.model.path)
+            if not teacher.url:
+                sizes = {**architecture_facts(read_architecture(directory)), **layout_facts(config, config.parallel, 1)}
+                for one in broken(architecture_rules("parallel"), config, sizes):
+                    if one.path.startswith("parallel."):
+                        yield replace(one, formula=f"{label} has the policy's layout: {one.formula}")
+        except ValueError as error:
+            yield UnusableInput("distillation.teachers", str(error))
 
 
 def _absent(path: str, file: Path, what: str) -> Violation:

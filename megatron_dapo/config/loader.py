@@ -358,6 +358,11 @@ def _absolute_inputs(path: str, value: _Value) -> Any:
     given, directory = value.value, value.directory
     if path == "data.sources" and isinstance(given, list):
         return [_absolute_source(table, directory) for table in given]
+    if path == "distillation.teachers" and isinstance(given, list):
+        return [
+            {**table, "path": _absolute(table["path"], directory)} if isinstance(table, dict) and table.get("path") else table
+            for table in given
+        ]
     if path == "reward.mix" and isinstance(given, list):
         return [
             {**table, "verifier": _absolute_function(table["verifier"], directory)}

@@ -29,6 +29,7 @@ from megatron_dapo.config.algorithm_schema import (
     WindowConfig,
 )
 from megatron_dapo.config.data_schema import DataConfig
+from megatron_dapo.config.distillation_schema import DistillationConfig
 from megatron_dapo.config.environment_schema import EnvironmentConfig, TurnsConfig
 from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_dapo.config.monitoring_schema import (
@@ -235,6 +236,9 @@ class Config(Section):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage and loss."""
+
+    distillation: DistillationConfig = DistillationConfig()
+    """Teachers of the policy."""
 
     training: TrainingConfig = TrainingConfig()
     """From rollout batch to optimizer steps."""

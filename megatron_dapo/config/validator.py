@@ -205,6 +205,26 @@ RULES = (
         reason="a given response answers the prompt of its own row, not a rewrite of it",
     ),
     Rule(
+        'algorithm.name == "dapo"',
+        'set algorithm.name = "dapo", or leave distillation.teachers out',
+        when="distillation.teachers",
+        path="distillation.teachers",
+        reason="a critic learns returns of rewards, and fine-tuning samples nothing",
+    ),
+    Rule(
+        "rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k == 0",
+        "set rollout.temperature = 1.0, rollout.top_p = 1.0 and rollout.top_k = 0",
+        when="distillation.servers",
+        reason="a server's log-probs of given tokens are those of temperature 1 over the whole vocabulary",
+    ),
+    Rule(
+        'not megatron.get("tp_comm_overlap", False)',
+        "set megatron.tp_comm_overlap = false",
+        when="distillation.models",
+        path="megatron",
+        reason="tp_comm_overlap has buffers of one shape for all models of a process",
+    ),
+    Rule(
         "rollout.prompts_per_step % training.mini_batch_prompts == 0",
         "set training.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, training.mini_batch_prompts)}",
     ),

@@ -16,7 +16,7 @@ Description = dict[str, Any]  # JSON-serializable
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]; `observed` bool, `routing` and `support`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
+    [sum R]; `observed` bool, `teacher_gains`, `routing` and `support`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
     """
     description: Description = {
         "sample_ids": [sample.sample_id for sample in samples],
@@ -24,6 +24,8 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "num_tokens": [sample.num_tokens for sample in samples],
         "prompt_length": [sample.prompt_length for sample in samples],
         "segment": [sample.segment for sample in samples],
+        "source": [sample.source for sample in samples],
+        "has_gains": [sample.teacher_gains is not None for sample in samples],
         "has_observed": [sample.observed is not None for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
         "routing": [None if sample.routing is None else list(sample.routing.shape) for sample in samples],
@@ -35,6 +37,8 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
     tensors["staleness"] = _joined([_staleness(sample) for sample in samples], torch.float32)
     if any(description["has_observed"]):
         tensors["observed"] = _joined([one.observed for one in samples if one.observed is not None], torch.bool)
+    if any(description["has_gains"]):
+        tensors["teacher_gains"] = _joined([one.teacher_gains for one in samples if one.teacher_gains is not None], torch.float32)
     for name in ("routing", "support"):
         records = [getattr(sample, name) for sample in samples]
         if recorded := [record.flatten() for record in records if record is not None]:
@@ -52,7 +56,8 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
-    observed = _observed(tensors, description, num_response)
+    observed = _of_some(tensors, "observed", description.get("has_observed"), num_response)
+    gains = _of_some(tensors, "teacher_gains", description.get("has_gains"), num_response)
     records = {
         name: _split_record(name, tensors, description.get(name, [None] * len(num_tokens))) for name in ("routing", "support")
     }
@@ -64,7 +69,9 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
             prompt_length=prompt_length[index],
             critic_context=critic_context_from_json(description["critic_context"][index]),
             segment=description.get("segment", [0] * len(num_tokens))[index],
+            source=description.get("source", [""] * len(num_tokens))[index],
             observed=observed[index],
+            teacher_gains=gains[index],
             **{name: parts[index] for name, parts in (responses | records).items()},
         )
         for index in range(len(num_tokens))
@@ -79,13 +86,14 @@ def critic_context_from_json(value: Mapping[str, Any] | None) -> CriticContext |
     return CriticContext(**{**value, "window": Window(**value["window"]), "turns": turns})
 
 
-def _observed(
-    tensors: Mapping[str, torch.Tensor], description: Description, num_response: Sequence[int]
+def _of_some(
+    tensors: Mapping[str, torch.Tensor], name: str, has: Sequence[bool] | None, num_response: Sequence[int]
 ) -> list[torch.Tensor | None]:
-    has = description.get("has_observed", [False] * len(num_response))
+    """Return the part of a flat tensor for each sample that has one. `has`: None for an older dump, none has."""
+    has = [False] * len(num_response) if has is None else has
     lengths = [length for length, is_there in zip(num_response, has, strict=True) if is_there]
-    joined = tensors.get("observed", torch.zeros(0, dtype=torch.bool))
-    _check_total("observed", joined, sum(lengths))
+    joined = tensors.get(name, torch.zeros(0))
+    _check_total(name, joined, sum(lengths))
     parts = iter(joined.split(lengths))
     return [next(parts) if is_there else None for is_there in has]
 

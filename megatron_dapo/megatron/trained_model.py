@@ -59,6 +59,7 @@ class TrainingSettings:
     seed: int = 0  # seeds the random-number tracker
     offload: str = "none"  # a name of OFFLOADS
     freeze: tuple[str, ...] = ()  # parts that keep their weights, see `model.freeze`
+    is_frozen: bool = False  # only for passes without gradients: no gradients, main params or optimizer
     fixed_tokens: int = 0  # pad every micro-batch to this length; 0: no fixed length, or a common one in a pipeline
     collective_timeout_s: float = 1800.0  # a rank fails after waiting this long for the others
 
@@ -127,10 +128,16 @@ class TrainedModel:
         del buffers  # an fp32 copy of the model's shard
         if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
+        self._gathers_are_due = self._is_on_host = False
+        self.optimizer: Any = None
+        if settings.is_frozen:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+            self.chunks: Sequence[Any] = chunks
+            return
         freeze(chunks, settings.freeze)
         distributed, options = settings.use_distributed_optimizer, settings.model.megatron
         self.chunks = wrap_data_parallel(chunks, self.config, distributed, options)
-        self._gathers_are_due = False
         self._is_on_host = settings.optimizer.on_host
         if self._is_on_host:
             # All main params are created on the device; freeing the gradients makes room for them.
@@ -223,6 +230,8 @@ class TrainedModel:
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         parameters: dict[str, Any] = named_local_parameters(self.chunks)  # megatron-core adds `main_grad` to them
+        if kind == "optimizer" and self.settings.is_frozen:
+            return []
         if kind == "optimizer":
             return list(state.optimizer_tensors(parameters, self.optimizer))
         if kind == "gradients":

@@ -226,3 +226,24 @@ class _Gradients(PairGradients):
         else:
             factor, scale = _log_ratio_to_mixture(log_p, log_s, pair.beta), (1 - pair.beta) * scale
         return factor.sub_(center).mul_(log_s.exp_()).mul_(scale)
+
+
+def align_rows(weight: torch.Tensor, num_rows: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return rows [num_rows, h] of words rank * num_rows and on, given this rank's rows of a vocabulary that the group's
+    ranks share by another number of rows; zeros after its end. Collective over the group.
+
+    Models of one tokenizer may pad their vocabularies differently.
+    """
+    if weight.size(0) == num_rows:
+        return weight
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    aligned, first = weight.new_zeros(num_rows, weight.size(1)), rank * num_rows
+    for source in range(num_ranks):
+        part = weight if source == rank else torch.empty_like(weight)
+        if group is not None:
+            dist.broadcast(part, src=dist.get_global_rank(group, source), group=group)
+        start = source * weight.size(0)
+        low, high = max(start, first), min(start + weight.size(0), first + num_rows)
+        if low < high:
+            aligned[low - first : high - first] = part[low - start : high - start]
+    return aligned

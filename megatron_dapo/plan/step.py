@@ -10,7 +10,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
-from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory
+from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory, teacher_architectures
 from megatron_dapo.plan.memory.batch import step_responses
 from megatron_dapo.plan.overlap import QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import (
@@ -142,6 +142,9 @@ def trainer_seconds(
     times = config.algorithm.loss.needs_old_logprobs + config.algorithm.needs_reference
     seconds["log_probs"] = add(pass_seconds(policy, batch, LOG_PROBS), times=times)
     mini = max(1, prompts // training.mini_batch_prompts)
+    for teacher in teacher_architectures(config, architecture):
+        model = Model(config, teacher, processes - own, gpu, per_node)
+        seconds["log_probs"] = add(seconds["log_probs"], pass_seconds(model, batch, LOG_PROBS))
     seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)
     if config.has_critic:
         critic = Model(as_critic(config), architecture, own or processes, gpu, per_node, has_value_head=True)

@@ -27,7 +27,13 @@ from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transform
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture, read_architecture
-from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over, summing
+from megatron_dapo.parallel.collectives import (
+    broadcast_json,
+    broadcast_tensors,
+    communication_device,
+    sum_over,
+    summing,
+)
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.proof import oracle
@@ -235,6 +241,7 @@ class GradientDifference:
 
     relative: float
     tensor: str
+    overall: float = sys.float_info.max  # the same of all tensors as one vector
 
 
 def compare_gradients(
@@ -263,7 +270,7 @@ def compare_gradients(
     if totals["padding"] != 0:
         return GradientDifference(sys.float_info.max, "padding")
     worst = int(relative.argmax())
-    return GradientDifference(float(relative[worst]), names[worst])
+    return GradientDifference(float(relative[worst]), names[worst], float((error.sum() / norm.sum()).sqrt()))
 
 
 def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
+
+import numpy as np
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -33,6 +36,9 @@ class RolloutBatch:
     generation_step: int = field(default=0, compare=False)  # rounds of generation begun when the batch was full
     seconds: float = field(default=0.0, compare=False)  # spent collecting it, during training or not, including pauses
     prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
+    # What servers teach: log pi_teacher - log pi by the index of a sequence; by teacher, the sum of log pi - log pi_teacher and tokens.
+    teacher_gains: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
+    taught: Mapping[str, tuple[float, int]] = field(default_factory=dict, compare=False)
     samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
 
 
@@ -44,8 +50,18 @@ def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
         num_before=0,
         seconds=sum(part.seconds for part in parts),
         prefix_reuse=sum((part.prefix_reuse for part in parts[1:]), parts[0].prefix_reuse),
+        teacher_gains=_joined_gains(parts),
+        taught={
+            name: (sum(part.taught[name][0] for part in parts), sum(part.taught[name][1] for part in parts))
+            for name in parts[0].taught
+        },
         samples=joined_samples([part.samples for part in parts]),
     )
+
+
+def _joined_gains(parts: Sequence[RolloutBatch]) -> dict[int, np.ndarray]:
+    starts = accumulate((len(part.samples) for part in parts), initial=0)
+    return {start + index: gain for start, part in zip(starts, parts) for index, gain in part.teacher_gains.items()}
 
 
 def joined_samples(parts: Sequence[Sequence[TrainSample]]) -> list[TrainSample]:

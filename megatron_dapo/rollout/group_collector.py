@@ -40,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter, GroupFilter
+from megatron_dapo.config.distillation_schema import DistillationConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.injection import TEMPLATE
 from megatron_dapo.rollout.age_guard import DatedGroup, trainable
@@ -84,15 +85,24 @@ class GroupCollector(Collector):
         config: the [rollout] section.
         sampling: its sampling parameters with the model's stop tokens.
         seed: the run's seed, from which, with group id and index, each response's seed is made.
+        distillation: the teachers; groups that only they teach are not filtered.
     """
 
     _counters: GroupCounters
 
-    def __init__(self, inputs: CollectorInputs, config: RolloutConfig, sampling: SamplingParams, seed: int) -> None:
+    def __init__(
+        self,
+        inputs: CollectorInputs,
+        config: RolloutConfig,
+        sampling: SamplingParams,
+        seed: int,
+        distillation: DistillationConfig = DistillationConfig(),
+    ) -> None:
         super().__init__(inputs, GroupCounters())
         self._rollout = config
         self._sampling = sampling
         self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
+        self._distillation = distillation
         self._own_filter = FunctionFilter(config.group_filter) if config.group_filter else None
         self._buffer = ReplayBuffer(config.max_staleness, config.replay_order)
         self._source = PromptSource(self._stream, config, len(self._prompts), seed)
@@ -321,6 +331,8 @@ class GroupCollector(Collector):
     def _decision(self, group: Group) -> FilterDecision:
         if warn_of_lost(group.samples):
             return UNSCORED
+        if not self._distillation.learns_from_rewards(group.prompt.source_name):
+            return KEPT  # rewards without contrast leave nothing to learn, a teacher does
         if self._own_filter is not None:
             return self._own_filter.decide(group)
         accuracies = [sample.score.accuracy for sample in group.samples]

@@ -364,6 +364,7 @@ EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric
 
 REWARD_PART = "reward/part/"  # prefix of the means of a user-defined reward's parts
 RECORDED = "episodes/recorded/"  # prefix of the means of what environments recorded of episodes
+DISTILLED = "distillation/"  # prefix of mean divergences: DISTILLED + teacher/NAME/divergence or source/NAME/divergence
 SOURCE = "rollout/source/"  # prefix of the metrics of one source of prompts: SOURCE + NAME/METRIC
 SOURCE_METRICS: Mapping[str, str] = MappingProxyType(
     {
@@ -379,7 +380,7 @@ def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[s
 
     Raises ValueError naming every unknown and missing metric.
     """
-    own = sorted(name for name in values if name.startswith((REWARD_PART, RECORDED, SOURCE)) or _is_of_source(name, schema))
+    own = sorted(name for name in values if name.startswith((REWARD_PART, RECORDED, SOURCE, DISTILLED)) or _is_of_source(name, schema))
     unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema and name not in own]
     missing = [name for name in schema if name not in values]
     if unknown or missing:

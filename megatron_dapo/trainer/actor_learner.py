@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.algorithms.distillation import with_teachers
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums, normalize_by_batch_mean
 from megatron_dapo.algorithms.segments import MetricSums
@@ -31,6 +32,7 @@ from megatron_dapo.megatron.response_tokens import gather_response_tokens, is_re
 from megatron_dapo.parallel.collectives import max_over, sum_over
 from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.parallel.packing import to_device
+from megatron_dapo.trainer.distillation import Lesson, Teachers, distillation_metrics
 from megatron_dapo.trainer.offload import POLICY, REFERENCE, DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.updater import (
@@ -73,6 +75,8 @@ class _PolicyMiniBatch(MiniBatch):
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
     # Sums over this rank's tokens; empty without a correction. Kept as tensors: reading one would wait for the device.
     correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: list[list[str]] = field(default_factory=list)  # data sources of each micro-batch's sequences
+    lessons: list[list[Lesson]] = field(default_factory=list)  # teachers' per micro-batch; empty until computed
 
 
 @dataclass
@@ -97,11 +101,13 @@ class PolicyLearner:
         phases: Phases,
         models: DeviceModels,
         progress: Progress | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        """`reference`: the initial policy, if a KL term needs it."""
+        """`reference`: the initial policy, if a KL term needs it. `teachers`: those that are models."""
         self.counters = StepCounters()
         self.actor = actor
         self.reference = reference
+        self._teachers = teachers
         self._objective = objective
         self._config = config
         self._phases = phases
@@ -174,6 +180,10 @@ class PolicyLearner:
             _check_mismatch(self._mismatch(trained.mismatch), mismatch_gate)
 
     def _make_steps(self, mini_batches: Sequence[_PolicyMiniBatch], trained: _Trained, train_step: int) -> None:
+        if self._teachers is not None:
+            with self._phases.phase("logprobs"):
+                for mini_batch in mini_batches:
+                    mini_batch.lessons = self._teachers.teach(mini_batch.micro_batches, mini_batch.sources)
         with self._phases.phase("train"), self._models.on_device(POLICY, REFERENCE, training=POLICY):
             # All epochs share the cut and the old log-probs, because the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
@@ -183,6 +193,8 @@ class PolicyLearner:
                     trained.steps.append(self._step(mini_batch, train_step, compared))
                     add_sums(trained.totals, trained.steps[-1].metrics)
             self.actor.finish_steps()
+        for mini_batch in mini_batches:
+            mini_batch.lessons = []
 
     def _result(self, trained: _Trained, train_step: int) -> LearnResult:
         metrics = self.metrics(trained.totals, trained.steps, trained.mini_batches, trained.mismatch, train_step)
@@ -269,8 +281,12 @@ class PolicyLearner:
         return trained
 
     def _pack(self, samples: list[TrainSample], weights: Sequence[float]) -> _PolicyMiniBatch:
+        if self._config.distillation.teachers:
+            samples = with_teachers(samples, self._config.distillation)
         packed = self.updater.pack(self._with_positive_weights(samples), weights)
-        return _PolicyMiniBatch(packed.micro_batches, packed.num_tokens)
+        source = {sample.sample_id: sample.source for sample in samples}
+        sources = [[source.get(name, "") for name in micro_batch.sample_ids] for micro_batch in packed.micro_batches]
+        return _PolicyMiniBatch(packed.micro_batches, packed.num_tokens, sources=sources)
 
     def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Spread the coefficient of the language-model loss over the tokens of one optimizer step's correct samples."""
@@ -363,7 +379,16 @@ class PolicyLearner:
                 assert head is not None and reference_head is not None, "the actor's settings keep the head's input"
                 terms = head.divergence_from(reference_head, gkl.gamma, gkl.weigh_by)
                 divergence = terms.weighted_mse, terms.cross_entropy
-            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence)
+            if self._teachers is None:
+                return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence)
+            assert outputs.head is not None, "the actor's settings keep the head's input"
+            distilled, sums = self._teachers.loss(
+                outputs.head, micro_batch, mini_batch.sources[index], mini_batch.lessons[index]
+            )
+            loss, metrics = self._objective(
+                micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence, distilled
+            )
+            return loss, {**metrics, **sums}
 
         return self.updater.step(mini_batch, loss_fn, train_step, temperature=temperature)
 
@@ -381,6 +406,7 @@ class PolicyLearner:
         norms = [step.grad_norm for step in steps]
         return {
             **means,
+            **distillation_metrics(totals),
             "actor/kl_loss": totals.get(f"kl_{self._config.algorithm.kl_estimator}_sum", 0.0) / num_tokens,
             "actor/positive_nll": totals.get("positive_nll_sum", 0.0)
             / max(1.0, totals.get("num_positive_tokens", 0.0)),

@@ -5,11 +5,12 @@ log-probs, routing, supports); see `trainer.rollout`. A response is one sequence
 each other. Of a batch's S sequences, in the order of their groups, it has
 
     sample_ids      UTF-8, separated by newlines
-    group_index, segment, prompt_length, window_start    [S] int32
+    source_names    UTF-8, separated by newlines
+    group_index, segment, prompt_length, window_start, source    [S] int32; source is the index of a name
     reward          [S] float64
     reward_names    UTF-8, separated by newlines
     rewards         [S, names] float64: `ScoredSample.rewards`, 0 for one that a sample does not have
-    is_correct, is_finished (of the window)     [S] bool
+    is_correct, is_finished (of the window), is_served     [S] bool; is_served: a server teaches it
     runs            [U, 4] int32: sequence, number of tokens, state, age in policy versions. The state is 1 if the
                     tokens are in the loss, 0 if not, -1 if they are an environment's, whose age is 0
     turns           [V, 4] int32: sequence, start, end, order of the turns of episodes
@@ -24,7 +25,7 @@ A response is a sequence of runs; the tokens of a run have the same age and stat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,14 +64,19 @@ def _name_of(sample: ScoredSample, segment: int) -> str:
 
 
 def header_of(
-    groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False, rewards_turns: bool = False
+    groups: Sequence[Group],
+    training_version: int,
+    *,
+    filter_overlong: bool = False,
+    rewards_turns: bool = False,
+    served: Collection[int] = (),
 ) -> dict[str, torch.Tensor]:
     """Return the header of complete groups.
 
     The loss covers the tokens of a response's window. With `filter_overlong`, truncated responses keep their reward
     for their group's statistics but lose their loss mask, so no denominator counts their tokens.
     `training_version`: the policy version being trained, which gives each token's age. `rewards_turns`: the rewards of turns
-    are parts of the samples'.
+    are parts of the samples'. `served`: indices of the sequences that have `teacher_gains`.
     """
     sequences = sequences_of(groups)
     places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
@@ -88,7 +94,11 @@ def header_of(
     turns = [
         (number, turn) for number, each in enumerate(sequences) for turn in turn_credits(*each, rewards_turns)
     ]
+    sources = [group.prompt.source_name.replace("\n", " ") for group, _, _ in sequences]
+    source_names = sorted(set(sources))
     arrays = {
+        "source_names": np.frombuffer("\n".join(source_names).encode(), np.uint8).copy(),
+        "source": np.array([source_names.index(source) for source in sources], np.int32),
         "sample_ids": np.frombuffer(names.encode(), np.uint8).copy(),
         "group_index": np.array(places, np.int32),
         "segment": np.array([segment for _, _, segment in sequences], np.int32),
@@ -99,6 +109,7 @@ def header_of(
             [[sample.rewards.get(name, 0.0) for name in reward_names] for sample in samples], np.float64
         ).reshape(len(samples), len(reward_names)),
         "is_correct": np.array([sample.score.accuracy > 0 for sample in samples], bool),
+        "is_served": np.array([index in served for index in range(len(sequences))], bool),
         "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
         "runs": np.array(runs, np.int32).reshape(-1, 4),
@@ -114,7 +125,8 @@ def header_of(
 
 
 _PER_SEQUENCE = (
-    *("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "routing", "support"),
+    *("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "is_served", "routing"),
+    *("support", "source"),
 )
 
 
@@ -141,6 +153,7 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
     names, reward_names = (
         arrays[name].tobytes().decode().split("\n") if arrays[name].size else [] for name in ("sample_ids", "reward_names")
     )
+    source_names = arrays["source_names"].tobytes().decode().split("\n")
     numbers = np.arange(len(names) + 1)
     runs, turns = arrays["runs"], arrays["turns"]
     bounds, turn_bounds = (np.searchsorted(table[:, 0], numbers) for table in (runs, turns))
@@ -158,13 +171,19 @@ def samples_of(header: Mapping[str, torch.Tensor]) -> list[TrainSample]:
             runs[bounds[index] : bounds[index + 1], 1:],
             tuple(credits[turn_bounds[index] : turn_bounds[index + 1]]),
             dict(zip(reward_names, arrays["rewards"][index].tolist(), strict=True)),
+            source_names[arrays["source"][index]],
         )
         for index in range(len(names))
     ]
 
 
 def _sample(
-    sample_id: str, row: Mapping[str, Any], runs: np.ndarray, turns: tuple[TurnCredit, ...], rewards: Mapping[str, float]
+    sample_id: str,
+    row: Mapping[str, Any],
+    runs: np.ndarray,
+    turns: tuple[TurnCredit, ...],
+    rewards: Mapping[str, float],
+    source: str,
 ) -> TrainSample:
     lengths, states, ages = runs.T
     num_response, prompt_length = int(lengths.sum()), int(row["prompt_length"])
@@ -185,6 +204,8 @@ def _sample(
         support=torch.empty(row["support"], dtype=torch.int32, device="meta") if row["support"] >= 0 else None,
         observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
         segment=int(row["segment"]),
+        source=source,
+        teacher_gains=torch.empty(num_response, device="meta") if row["is_served"] else None,
     )
 
 
@@ -221,9 +242,20 @@ def _per_token(lengths: np.ndarray, values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.repeat(values.astype(np.float32), lengths))
 
 
-def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> list[TrainSample]:
+def with_numbers(
+    samples: Sequence[TrainSample], groups: Sequence[Group], gains: Mapping[int, np.ndarray]
+) -> list[TrainSample]:
     """Return the samples of `groups`, in order, all with tokens and log-probs, even those that had none."""
-    return [replace(sample, **numbers_of(*each)) for sample, each in zip(samples, sequences_of(groups), strict=True)]
+    sequences = sequences_of(groups)
+    return [replace(sample, **numbers_at(sequences, index, gains)) for index, sample in enumerate(samples)]
+
+
+def numbers_at(
+    sequences: Sequence[tuple[Group, ScoredSample, int]], index: int, gains: Mapping[int, np.ndarray]
+) -> dict[str, Any]:
+    """Return the numbers of one of a batch's sequences. `gains`: what servers teach, by index."""
+    taught = {"teacher_gains": torch.from_numpy(gains[index])} if index in gains else {}
+    return {**numbers_of(*sequences[index]), **taught}
 
 
 def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_dapo.algorithms.group_advantages import CreditSettings
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, LambdaRule
@@ -27,6 +26,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.checkpointing import load_training_state
 from megatron_dapo.trainer.critic_learner import CriticLearner
+from megatron_dapo.trainer.distillation import Teachers
 from megatron_dapo.trainer.learner import (
     ActorCriticLearner,
     ConcurrentUpdate,
@@ -35,7 +35,7 @@ from megatron_dapo.trainer.learner import (
     RemoteCritic,
     RemotePolicy,
 )
-from megatron_dapo.trainer.offload import CRITIC, POLICY, REFERENCE, DeviceModels
+from megatron_dapo.trainer.offload import CRITIC, POLICY, REFERENCE, DeviceModels, teacher_key
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.sft import SftLearner
 from megatron_dapo.trainer.topology import RunTopology
@@ -67,17 +67,23 @@ def build_learner(
     """
     algorithm = config.algorithm
     # The reference is the initial policy, with its own routing. It never trains, so it gets no optimizer state.
-    reference = _load_policy(config, topology) if algorithm.needs_reference and actor is not None else None
+    reference = _load_frozen(config, topology, config.model.path) if algorithm.needs_reference and actor is not None else None
     local: dict[str, TrainedModel] = {}
     if actor is not None:
         local[POLICY] = actor
     if reference is not None:
         local[REFERENCE] = reference
+    models_of_teachers = _load_teachers(config, topology, list(local.values())) if actor is not None else {}
+    local |= {teacher_key(name): model for name, model in models_of_teachers.items()}
     critic = _build_critic(config, topology, list(local.values())) if config.has_critic else None
     if critic is not None:
         local[CRITIC] = critic
     # If every model stays on the device, nothing is moved, timed or logged.
-    offloads = config.model.offload != "none" or config.has_critic and config.critic.offload != "none"
+    offloads = (
+        config.model.offload != "none"
+        or (config.has_critic and config.critic.offload != "none")
+        or (bool(models_of_teachers) and config.distillation.offload != "none")
+    )
     models = DeviceModels(local if offloads else {}, phases)
 
     policy, progress = None, topology.coordination.progress
@@ -85,7 +91,8 @@ def build_learner(
         mark_micro_batches(model, progress)
     if actor is not None:
         objective = PolicyObjective(algorithm, summing(actor.groups.context))
-        policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
+        teachers = Teachers(config, models_of_teachers, actor, models) if models_of_teachers else None
+        policy = PolicyLearner(actor, reference, objective, config, phases, models, progress, teachers)
     if not config.has_critic:
         assert policy is not None, "without a critic every rank holds the policy"
         if algorithm.name == "sft":
@@ -114,27 +121,64 @@ def mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
 
 
 def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = False) -> MegatronActor:
-    path = config.model.path
-    settings = ActorSettings(
+    return _load_actor(config, topology, config.model.path, _actor_settings(config, topology, replays_routing))
+
+
+def _load_frozen(
+    config: Config,
+    topology: RunTopology,
+    path: Path,
+    offload: str | None = None,
+    running_models: Sequence[TrainedModel] = (),
+) -> MegatronActor:
+    """Return a model on the policy's layout that is not trained. `offload`: model.offload if None."""
+    settings = _actor_settings(config, topology)
+    settings = replace(settings, is_frozen=True, offload=settings.offload if offload is None else offload)
+    return _load_actor(config, topology, path, settings, running_models)
+
+
+def _load_teachers(
+    config: Config, topology: RunTopology, others: Sequence[TrainedModel]
+) -> dict[str, MegatronActor]:
+    """Return the teachers that are models, by name."""
+    found: dict[str, MegatronActor] = {}
+    for teacher in config.distillation.models:
+        path = Path(teacher.path) if teacher.path else config.model.path
+        for model in (*others, *found.values()):
+            model.offload()  # makes room for the next, which is built on the device
+        running = [*others, *found.values()]
+        found[teacher.name] = _load_frozen(config, topology, path, config.distillation.offload, running)
+        logger.info("teacher %s: %s", teacher.name, path)
+    return found
+
+
+def _actor_settings(config: Config, topology: RunTopology, replays_routing: bool = False) -> ActorSettings:
+    return ActorSettings(
         model=_model_settings(config, config.megatron),
         optimizer=config.optimizer,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
         head_keep_bytes=round(1e9 * config.model.logprob_kept_gb),
-        keeps_head_input=config.algorithm.gkl.coefficient > 0,
+        keeps_head_input=config.algorithm.gkl.coefficient > 0 or bool(config.distillation.models),
         replays_routing=replays_routing,
         seed=config.run.seed,
         offload=config.model.offload,
         fixed_tokens=_fixed_tokens(config.megatron, config.training.micro_batch_tokens, topology.policy_layout),
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
     )
+
+
+def _load_actor(
+    config: Config, topology: RunTopology, path: Path, settings: ActorSettings, running_models: Sequence[TrainedModel] = ()
+) -> MegatronActor:
     # Without permission, the loader fails and names the missing files, which helps more than a random policy.
-    is_random = config.model.allow_random_init and not any(path.glob("*.safetensors"))
+    is_random = path == config.model.path and config.model.allow_random_init and not any(path.glob("*.safetensors"))
     if is_random:
         logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
     seed = config.run.seed if is_random else None
-    return MegatronActor.build(path, topology.policy_layout, settings, part=topology.policy, random_seed=seed)
+    layout, part = topology.policy_layout, topology.policy
+    return MegatronActor.build(path, layout, settings, running_models, part=part, random_seed=seed)
 
 
 def _fixed_tokens(options: Mapping[str, Any], micro_batch_tokens: int, layout: ParallelLayout) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
-        collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
+        collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed, config.distillation)
     return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, shared, proof=proof)
 
 
@@ -296,6 +296,16 @@ def build_evaluator(
     return evaluator
 
 
+def check_teachers_sources(config: Config, sources: Collection[str]) -> None:
+    """Raise ValueError if a teacher's data source has no prompt: it would never teach."""
+    for teacher in config.distillation.teachers:
+        if unknown := sorted(set(teacher.sources) - set(sources)):
+            raise ValueError(
+                f"distillation.teachers: {teacher.name} teaches {', '.join(map(repr, unknown))}, but the data sources are "
+                f"{', '.join(map(repr, sorted(sources)))}: correct its sources"
+            )
+
+
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> PromptDataset:
     """Load the training prompts and check that they ask for the answer format that the verifier reads."""
     data = config.data
@@ -308,6 +318,7 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> Prompt
         pool.validate_answers,
         config.environment.is_on,
     )
+    check_teachers_sources(config, {prompt.source_name for prompt in dataset.prompts})
     self_test(config.reward, inputs.tokenizer, pool, dataset.prompts)
     first = template.describe(dataset.prompts[0].messages)
     logger.debug("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])

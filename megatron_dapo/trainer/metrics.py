@@ -20,7 +20,15 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.shortage import round_size_of
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.alarms import QUALITY_ALARMS
-from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import (
+    DISTILLED,
+    EPISODE_LIMITS,
+    PHASES,
+    RECORDED,
+    REWARD_PART,
+    SOURCE,
+    STEP_METRICS,
+)
 from megatron_dapo.types import CallStatus, Group, Outcome, ScoredSample, TrainSample, num_distinct
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
@@ -60,6 +68,7 @@ def step_metrics(
         **window_metrics(rollout),
         **episode_metrics(rollout),
         **source_metrics(rollout),
+        **{f"{DISTILLED}teacher/{name}/divergence": total / max(1, count) for name, (total, count) in rollout.taught.items()},
         **quality_metrics(rollout.groups),
         **reward_metrics(rollout.groups, disagreement_share),
         **absent,

@@ -4,10 +4,11 @@
     with models.on_device(CRITIC):                                    values
     with models.on_device(CRITIC, training=CRITIC):                   the critic's optimizer steps
     with models.on_device(POLICY, REFERENCE):                         log-probs
+    with models.on_device(teacher_key(name)):                         a teacher's hidden states
     with models.on_device(POLICY, REFERENCE, training=POLICY):        the policy's optimizer steps
     with models.on_device(POLICY):                                    weight sync
 
-model.offload and critic.offload set what a model keeps in host memory.
+model.offload, critic.offload and distillation.offload set what a model keeps in host memory.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ logger = logging.getLogger(__name__)
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 
 
+def teacher_key(name: str) -> str:
+    """Return the key of a teacher among a process's models."""
+    return f"teacher {name}"
+
+
 class DeviceModels:
     """Brings models to the device before use, and offloads the others to make room."""
 
     def __init__(self, models: Mapping[str, TrainedModel], phases: Phases) -> None:
-        """`models`: this process's offloaded models, keyed by POLICY, REFERENCE and CRITIC; empty if all stay."""
+        """`models`: this process's offloaded models, keyed by POLICY, REFERENCE, CRITIC and teachers'; empty if all stay."""
         self._models = dict(models)
         self._phases = phases
         self._logged = Moved()

@@ -22,13 +22,14 @@ from megatron_dapo.parallel.rank0_commands import CommandFailed
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import StatisticsBuilder
-from megatron_dapo.trainer.batch_header import header_of, numbers_of, samples_of, sequences_of
+from megatron_dapo.trainer.batch_header import header_of, numbers_at, samples_of, sequences_of
 from megatron_dapo.types import TrainSample
 from megatron_dapo.watch.signals import Stopped
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.connect_engines import Engines
+    from megatron_dapo.trainer.teacher_servers import TeacherServers
 
 
 # Samples of a batch, without their numbers -> indices of those that this rank packs, and those that its policy packs.
@@ -55,14 +56,16 @@ class Rollout:
         *,
         filter_overlong: bool,
         rewards_turns: bool = False,
+        teachers: TeacherServers | None = None,
     ) -> None:
         """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask. `rewards_turns`: see
-        `header_of`."""
+        `header_of`. `teachers`: those that are servers; rank 0 only."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
         self._rewards_turns = rewards_turns
+        self._teachers = teachers
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
         self._busy_s = 0.0  # on rank 0: of the servers, up to the last call of `busy_seconds`
 
@@ -76,7 +79,7 @@ class Rollout:
         Collective. Engines on the trainer's devices then sleep until the next weight sync. Tokens and log-probs reach
         every rank in chunks, and a rank keeps only those of the samples that `share` names; see `batch_header`.
         """
-        collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups, part_size))
+        collected = self._engines.engine.run_on_rank0(lambda: self._with_teachers(self._collect(num_groups, part_size)))
         facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
         self.sleep()
         if not isinstance(collected, RolloutBatch):
@@ -108,6 +111,14 @@ class Rollout:
         except Exception as end:  # such as a verifier's: the collected state is consistent, and all ranks can save
             return end
 
+    def _with_teachers(self, collected: RolloutBatch | Exception) -> RolloutBatch | Exception:
+        """Return a batch with what servers teach about it. An error of theirs ends the run: its checkpoint has the batch's
+        prompts."""
+        if self._teachers is None or not isinstance(collected, RolloutBatch):
+            return collected
+        gains = self._teachers.gains(sequences_of(collected.groups))
+        return replace(collected, teacher_gains=gains, taught=self._teachers.taught)
+
     def _agree(self, collected: RolloutBatch | Exception | None) -> dict[str, Any]:
         """Return the batch's "should_stop", "is_last" and "generation_step" on every rank. CollectionEnded without one."""
         facts = None
@@ -133,24 +144,28 @@ class Rollout:
             batch.training_version,
             filter_overlong=self._filter_overlong,
             rewards_turns=self._rewards_turns,
+            served=batch.teacher_gains,
         )
         samples = samples_of(header)
         kept, _ = share(samples)
-        sequences = sequences_of(batch.groups)
+        sequences, gains = sequences_of(batch.groups), batch.teacher_gains
         if self._coordination.size > 1:
             broadcast_tensors(header)
             for chunk in _chunks(samples):
-                parts = [numbers_of(*sequences[index]) for index in chunk]
+                parts = [numbers_at(sequences, index, gains) for index in chunk]
                 names = sorted({name for part in parts for name in part})
                 broadcast_tensors(
                     {name: torch.cat([part[name].flatten() for part in parts if name in part]) for name in names}
                 )
-        return [replace(one, **numbers_of(*sequences[i])) if i in kept else one for i, one in enumerate(samples)]
+        return [
+            replace(one, **numbers_at(sequences, i, gains)) if i in kept else one for i, one in enumerate(samples)
+        ]
 
     def _receive(self, share: Share) -> list[TrainSample]:
         samples = samples_of(broadcast_tensors(None))
         kept, kept_by_policy = share(samples)
-        keepers = {"tokens": kept, "rollout_logprobs": kept, "routing": kept_by_policy, "support": kept_by_policy}
+        keepers = {"tokens": kept, "rollout_logprobs": kept}
+        keepers |= dict.fromkeys(("routing", "support", "teacher_gains"), kept_by_policy)
         for chunk in _chunks(samples):
             # NCCL broadcasts on the device; packing and advantages happen on the host.
             for name, numbers in broadcast_tensors(None).items():

@@ -41,7 +41,7 @@ from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.prometheus import prometheus_endpoint
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
-from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_data
+from megatron_dapo.trainer.build_rollout import RolloutData, build_collector, build_evaluator, build_rollout_data
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, join_keepers, save_training_state
 from megatron_dapo.trainer.connect_engines import connect_engines
 from megatron_dapo.trainer.context import RunContext, RunProcess
@@ -52,6 +52,7 @@ from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
 from megatron_dapo.trainer.sft import ExampleBatches, SftLoop
 from megatron_dapo.trainer.start_engines import start_engines
+from megatron_dapo.trainer.teacher_servers import TeacherServers
 from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -262,6 +263,7 @@ def _build(
             topology.coordination,
             filter_overlong=config.reward.overlong_filter,
             rewards_turns=config.reward.verifier == "environment",
+            teachers=_teacher_servers(config, data),
         ),
         learner=learner,
         publisher=engines.publisher,
@@ -280,6 +282,15 @@ def _build(
         loop = SftLoop(context, parts, progress, ExampleBatches(examples, topology.coordination))
     loop.saved_step = saved_step  # a run that resumes at its end need not save again
     return PreparedRun(context, loop, parts, progress)
+
+
+def _teacher_servers(config: Config, data: RolloutData | None) -> TeacherServers | None:
+    """Return the teachers that are servers, on rank 0. ValueError for one with another tokenizer."""
+    if data is None or not config.distillation.servers:
+        return None
+    servers = TeacherServers(config.distillation)
+    servers.check_tokens(data.inputs.tokenizer)
+    return servers
 
 
 def _machine(config: Config, topology: RunTopology) -> str:

@@ -34,6 +34,7 @@ from megatron_dapo.engines.sglang.wire import (
     generate_body,
     parse_generation,
     parse_prompt_logprobs,
+    parse_token_texts,
     sampling_body,
 )
 from megatron_dapo.types import GenerationRequest, RoutingShape, SamplingParams
@@ -186,6 +187,15 @@ class SglangClient:
         answer = self._call("POST /generate", body, self.timeouts.generate_s)
         with self._errors("POST /generate", self.timeouts.generate_s):
             return parse_prompt_logprobs(answer, token_ids)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return what the server's tokenizer calls these ids."""
+        sampling = sampling_body(SamplingParams(temperature=1.0), max_new_tokens=1, seed=0)
+        ids = list(token_ids)
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._call("POST /generate", {**body, "return_text_in_logprobs": True}, self.timeouts.generate_s)
+        with self._errors("POST /generate", self.timeouts.generate_s):
+            return parse_token_texts(answer, len(ids))
 
     def abort(self, rid: str | None = None) -> None:
         """Stop one request, or all. Their calls of `generate` return what they have, with finish_reason "abort"."""

@@ -212,11 +212,7 @@ def _quoted(text: bytes | bytearray, start: int) -> str:
 
 def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
     """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 from the answer to a request for prompt log-probs."""
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    entries = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None
-    if not isinstance(entries, list) or len(entries) != len(token_ids):
-        found = len(entries) if isinstance(entries, list) else "no"
-        raise AnswerError(f"{found} prompt log-probs for {len(token_ids)} prompt tokens")
+    entries = _prompt_entries(answer, len(token_ids))
     # SGLang (0.5.17) shows the highest id of the vocabulary, which stands for images in other models, as 0; the log-prob is
     # that of the token itself.
     highest = max(token_ids)
@@ -227,6 +223,24 @@ def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value > MAX_LOGPROB:
             raise AnswerError(f"log-prob {index} (token {token}) is {value}: the served policy has diverged")
     return [float(entry[0]) for entry in entries[1:]]
+
+
+def parse_token_texts(answer: Any, num_tokens: int) -> list[str]:
+    """Return the texts of the prompt's tokens from the answer to a request for prompt log-probs with texts."""
+    entries = _prompt_entries(answer, num_tokens)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, list) or len(entry) < 3 or not isinstance(entry[2], str):
+            raise AnswerError(f"prompt token {index} is {str(entry)[:60]}, which has no text")
+    return [entry[2] for entry in entries]
+
+
+def _prompt_entries(answer: Any, num_tokens: int) -> list[Any]:
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    entries = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None
+    if not isinstance(entries, list) or len(entries) != num_tokens:
+        found = len(entries) if isinstance(entries, list) else "no"
+        raise AnswerError(f"{found} prompt log-probs for {num_tokens} prompt tokens")
+    return entries
 
 
 def _object(value: Any, what: str) -> simdjson.Object:

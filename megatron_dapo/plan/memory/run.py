@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from megatron_dapo.config.derive import as_critic
 from megatron_dapo.config.schema import CheckpointConfig, Config
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.activations import Kernels
 from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes
@@ -27,6 +29,7 @@ from megatron_dapo.plan.memory.engine import (
     engine_memory,
 )
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
+from megatron_dapo.plan.memory.parameters import ITEM_SIZES, padded_vocabulary
 from megatron_dapo.rounding import GIB
 
 FRAGMENTATION = 0.05  # share of the trainer's tensors lost to allocator fragmentation
@@ -75,11 +78,13 @@ class _Roles:
     policy: ModelMemory
     critic: ModelMemory | None
     reference: ModelMemory | None
+    teachers: tuple[ModelMemory, ...]
     engine: EngineMemory | None
     critic_is_apart: bool  # it has separate processes
     shares: bool  # an engine is on the trainer's GPUs
     communication: int  # bytes of a trainer process's buffers, kept from its first step to its end
     batch: int  # bytes of samples while a model is trained
+    teacher_heads: int  # bytes of the teachers' output weights on a rank of the last stage
 
     @property
     def is_sglang(self) -> bool:
@@ -91,6 +96,7 @@ class _Roles:
         offload, of_critic = self.config.model.offload, self.config.critic.offload
         models: list[tuple[ModelMemory, str]] = [(self.policy, offload)]
         models += [(self.reference, offload)] if self.reference else []
+        models += [(teacher, self.config.distillation.offload) for teacher in self.teachers]
         return models + ([(self.critic, of_critic)] if self.critic and not self.critic_is_apart else [])
 
     @property
@@ -137,15 +143,36 @@ def _roles(
     if config.has_critic:
         critic = model_memory(as_critic(config), architecture, own or processes, has_value_head=True, kernels=kernels)
     if config.algorithm.needs_reference:
-        # It is never updated, so there are no Adam moments, but gradient buffers and main params exist.
-        reference = replace(policy, moments=0, activations=0, working=0, head=0, saved=0)
+        reference = _frozen(policy)
+    shapes = teacher_architectures(config, architecture)
+    teachers = tuple(_frozen(model_memory(config, one, processes - own, kernels=kernels)) for one in shapes)
+    tensor, item = config.parallel.tp_size, ITEM_SIZES[config.model.dtype]
+    rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
+    heads = sum(rows * one.hidden_size * item for one in shapes)
     starts = not config.sglang.urls or config.rollout.engine != "sglang"
     engine = engine_memory(config, architecture, cluster) if starts else None
     shares = engine is not None and (config.rollout.engine != "sglang" or config.sglang.placement == "colocated")
     overlap = max(policy.overlap, critic.overlap if critic else 0)
     communication = WORKSPACES + _groups(config, architecture, processes, cluster) + overlap
     batch = batch_bytes(config, architecture, processes - own)
-    return _Roles(config, policy, critic, reference, engine, bool(own), shares, communication, batch)
+    return _Roles(config, policy, critic, reference, teachers, engine, bool(own), shares, communication, batch, heads)
+
+
+def teacher_architectures(config: Config, policy: ModelArchitecture) -> list[ModelArchitecture]:
+    """Return the architectures of the teachers that are models, the policy's for one whose config.json cannot be read."""
+    found = []
+    for teacher in config.distillation.models:
+        try:
+            found.append(read_architecture(planned_directory(Path(teacher.path))) if teacher.path else policy)
+        except ValueError:  # `config.inputs` says why
+            found.append(policy)
+    return found
+
+
+def _frozen(memory: ModelMemory) -> ModelMemory:
+    """Return the memory of a model that is never trained: only weights, and the buffers of a pass without gradients."""
+    nothing = dict.fromkeys(("gradients", "main_params", "moments", "activations", "working", "head", "saved"), 0)
+    return replace(memory, **nothing, piece=None)
 
 
 def _groups(config: Config, architecture: ModelArchitecture, processes: int, cluster: Cluster) -> int:
@@ -182,8 +209,14 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
         others += max(0, roles.reference.weights - roles.reference.resident(offload))
     held = policy.state_parts if offload == "none" else {"weights": policy.weights}
     batch = {"batch": roles.batch}
-    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": policy.forward, **batch}, others))
-    yield PhaseMemory("train", device, _trainer_parts(roles, {**policy.training_parts, **batch}, others))
+    # Teachers take turns: one of those in host memory comes at a time.
+    away = [teacher for teacher in roles.teachers if roles.config.distillation.offload == "all"]
+    turn = max((teacher.weights for teacher in away), default=0)
+    forward = max(policy.forward, *(teacher.forward for teacher in roles.teachers), 0)
+    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": forward, **batch}, others + turn))
+    # The policy learns from their output weights, which stay for the steps of a batch.
+    heads = roles.teacher_heads if away else 0
+    yield PhaseMemory("train", device, _trainer_parts(roles, {**policy.training_parts, **batch}, others + heads))
     if roles.critic:
         other_models = 0 if roles.critic_is_apart else roles.resident - roles.critic.resident(roles.config.critic.offload)
         where: Device = "trainer" if roles.critic_is_apart else device

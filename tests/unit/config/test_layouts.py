@@ -45,7 +45,12 @@ def inputs(tmp_path: Path) -> Path:
 def inputs_of(layout: Path, inputs: Path) -> list[str]:
     """Overrides that name a model of the layout's size and data; what the layout says of them is only a name."""
     data = f"['{inputs / 'data.jsonl'}']"
-    return [f"model.path={inputs / size_of(layout)}", f"data.train_paths={data}", f"data.eval_paths={data}"]
+    teacher = f'distillation.teachers=[{{path = "{inputs / "32B"}"}}]'
+    return [
+        f"model.path={inputs / size_of(layout)}",
+        *(f"data.{files}={data}" for files in ("train_paths", "eval_paths")),
+        *([teacher] if layout.stem.startswith("distill") else []),
+    ]
 
 
 def plan_of(layout: Path, inputs: Path, machines: Machines = DEFAULT, overrides: Sequence[str] = ()) -> Plan:

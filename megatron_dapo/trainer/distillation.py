@@ -1,0 +1,157 @@
+"""Teachers in the trainer's processes: frozen models that take turns on the device.
+
+    teach(mini_batches)     each teacher's hidden states at the tokens that it teaches, kept in host memory
+    loss(head, ...)         in the training pass: the divergence of the policy's head from the teachers', in tiles
+
+A teacher's states do not depend on the policy, so one pass serves all optimizer steps and epochs of a batch. Teacher and
+policy have one layout: the same rank holds the same words, tokens and stage of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_dapo.config.distillation_schema import TeacherConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.ops.distillation import align_rows, vocab_parallel_distillation
+from megatron_dapo.plan.memory import padded_vocabulary
+from megatron_dapo.telemetry.metrics import DISTILLED
+from megatron_dapo.trainer.offload import DeviceModels, teacher_key
+from megatron_dapo.types import MicroBatch
+
+if TYPE_CHECKING:
+    from megatron_dapo.megatron.actor import HeadInput, MegatronActor
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says about this rank's tokens of a micro-batch."""
+
+    teacher: TeacherConfig
+    hidden: torch.Tensor  # [R, h] in host memory
+    positions: torch.Tensor  # [R] ascending, in the context-sliced micro-batch
+    weight: torch.Tensor  # [rows, h], rows of the same words as the policy's
+    vocab_size: int
+
+
+class Teachers:
+    """The teachers of a run that are models. Collective over the policy's ranks."""
+
+    def __init__(self, config: Config, models: Mapping[str, MegatronActor], actor: MegatronActor, devices: DeviceModels) -> None:
+        """`models`: by the names of distillation.models. `actor`: the policy."""
+        self._section, self._temperature = config.distillation, config.rollout.temperature
+        self._divergence, self._beta = config.distillation.divergence, config.distillation.beta
+        self._models, self._devices = models, devices
+        self._keeps_weights = config.distillation.offload == "none"
+        self._vocab_size = actor.architecture.vocab_size
+        self._num_rows = padded_vocabulary(self._vocab_size, actor.layout.tensor) // actor.layout.tensor
+        named = {source for teacher in self._section.models for source in teacher.sources}
+        self._sources = sorted(named | {source.name for source in config.data.sources if source.name})
+        layout = actor.layout
+        # Ranks of these layouts and of FP8 meet inside a pass, so all of them make it for every micro-batch.
+        meets = layout.expert > 1 or layout.virtual_pipeline > 1 or config.precision.recipe.startswith("fp8")
+        self._skips_untaught = not meets
+
+    def teach(self, micro_batches: Sequence[MicroBatch], sources: Sequence[Sequence[str]]) -> list[list[Lesson]]:
+        """Return the lessons about each micro-batch. `sources`: data sources of its sequences."""
+        lessons: list[list[Lesson]] = [[] for _ in micro_batches]
+        for teacher in self._section.models:
+            taught = [_taught_by(teacher, *each) for each in zip(micro_batches, sources, strict=True)]
+            chosen = [
+                index
+                for index, micro_batch in enumerate(taught)
+                if not self._skips_untaught or len(_positions(micro_batch))
+            ]
+            # Nothing else may use the device's memory until the states are in host memory.
+            with self._devices.on_device(teacher_key(teacher.name)):
+                for index, lesson in zip(chosen, self._lessons(teacher, [taught[index] for index in chosen]), strict=True):
+                    lessons[index] += [lesson] if lesson is not None else []
+        return lessons
+
+    def _lessons(self, teacher: TeacherConfig, micro_batches: Sequence[MicroBatch]) -> list[Lesson | None]:
+        model = self._models[teacher.name]
+        heads = model.forward_head_inputs(micro_batches, self._temperature) if micro_batches else []
+        weight = next((self._rows(head) for head in heads if head is not None), None)
+        vocab_size = min(self._vocab_size, model.architecture.vocab_size)
+        return [
+            Lesson(teacher, head.hidden.cpu(), head.positions, weight, vocab_size)
+            if head is not None and head.positions is not None and weight is not None
+            else None
+            for head in heads
+        ]
+
+    def _rows(self, head: HeadInput) -> torch.Tensor:
+        """Return the teacher's rows of the policy's words, in memory that outlives its turn on the device."""
+        rows = align_rows(head.weight.detach(), self._num_rows, head.group)
+        return rows if self._keeps_weights or rows.data_ptr() != head.weight.data_ptr() else rows.clone()
+
+    def loss(
+        self, head: HeadInput, micro_batch: MicroBatch, sources: Sequence[str], lessons: Sequence[Lesson]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the token losses [P_local] of a micro-batch's lessons, and sums of divergences by teacher and source."""
+        section, total = self._section, head.hidden.new_zeros(head.num_tokens, dtype=torch.float32)
+        metrics = {name: total.new_zeros(()) for name in self.metric_sums}
+        for lesson in lessons:
+            positions = lesson.positions.to(total.device)
+            index = positions if head.positions is None else torch.searchsorted(head.positions, positions)
+            divergence = vocab_parallel_distillation(
+                head.hidden.index_select(0, index),
+                head.weight,
+                lesson.hidden.to(total.device),
+                lesson.weight,
+                vocab_size=lesson.vocab_size,
+                divergence=self._divergence,
+                beta=self._beta,
+                temperature=head.settings.temperature,
+                group=head.group,
+                chunk_tokens=head.settings.chunk_tokens,
+            )
+            total = total.index_add(0, positions, section.coefficient * lesson.teacher.weight * divergence)
+            found = divergence.detach()
+            _count(metrics, f"teacher/{lesson.teacher.name}", found)
+            sequences = micro_batch.sequence_ids.index_select(0, positions)
+            for source in self._sources:
+                own = [number for number, name in enumerate(sources) if name == source]
+                _count(metrics, f"source/{source}", found[torch.isin(sequences, sequences.new_tensor(own))])
+        return total, metrics
+
+    @property
+    def metric_sums(self) -> list[str]:
+        """Names of the sums of `loss`: of divergences and, under the name with _tokens, of tokens."""
+        labels = [f"teacher/{teacher.name}" for teacher in self._section.models]
+        labels += [f"source/{source}" for source in self._sources]
+        return [f"{DISTILLED}{label}{suffix}" for label in labels for suffix in ("", _TOKENS)]
+
+
+_TOKENS = "_tokens"
+
+
+def distillation_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean divergence of each teacher and source that taught a token, from the sums of `Teachers.loss`."""
+    return {
+        f"{name}/divergence": total / totals[f"{name}{_TOKENS}"]
+        for name, total in totals.items()
+        if name.startswith(DISTILLED) and totals.get(f"{name}{_TOKENS}")
+    }
+
+
+def _count(metrics: dict[str, torch.Tensor], label: str, divergence: torch.Tensor) -> None:
+    metrics[f"{DISTILLED}{label}"] += divergence.sum()
+    metrics[f"{DISTILLED}{label}{_TOKENS}"] += divergence.numel()
+
+
+def _positions(micro_batch: MicroBatch) -> torch.Tensor:
+    assert micro_batch.response_positions is not None, "of `_taught_by`"
+    return micro_batch.response_positions
+
+
+def _taught_by(teacher: TeacherConfig, micro_batch: MicroBatch, sources: Sequence[str]) -> MicroBatch:
+    """Return the micro-batch with the trained positions of the teacher's sequences as its response positions."""
+    taught = torch.tensor([not teacher.sources or source in teacher.sources for source in sources])
+    positions = (taught[micro_batch.sequence_ids] & (micro_batch.loss_mask > 0)).nonzero()[:, 0]
+    # Experts are the teacher's own choice, and it speaks of the whole vocabulary.
+    return replace(micro_batch, response_positions=positions, routing=None, is_routed=None, support=None)

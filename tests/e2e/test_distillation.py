@@ -1,0 +1,189 @@
+"""Distillation from two teachers, one of another size and padding: every layout makes the steps that one process makes, across a
+resume as well, and no group of a teacher's prompts is filtered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole_runs import NO_EVALUATION, lines_of, run_command, sets, train, trained_responses
+
+from megatron_dapo.telemetry.batch_dump import load_batch
+from tools.prove_resume import write_recipe
+
+STEADY = (
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "optimizer.learning_rate=1e-4",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    *NO_EVALUATION,
+)
+COMPARED = (
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "distillation/teacher/wide/divergence",
+    "distillation/teacher/self/divergence",
+    "distillation/source/books/divergence",
+)
+
+
+def write_teacher(directory: Path, student: Path, vocab_size: int = 600) -> Path:
+    """Write a random model of another shape, whose vocabulary is padded with words that the tokenizer does not have."""
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(student / file, directory)
+    return directory
+
+
+def settings(directory: Path, divergence: str = "js") -> tuple[str, ...]:
+    """Overrides of two sources and their teachers."""
+    rows = (directory / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("books", rows[::2]), ("games", rows[1::2])):
+        (directory / f"{name}.jsonl").write_text("".join(part))
+    teachers = (
+        f'{{name = "wide", path = "{directory / "wide"}", sources = ["books"], weight = 0.5}}',
+        '{name = "self", sources = ["games"], rl = true}',
+    )
+    sources = (f'{{path = "{directory / name}.jsonl", name = "{name}"}}' for name in ("books", "games"))
+    return (
+        "data.train_paths=[]",
+        f"data.sources=[{', '.join(sources)}]",
+        f"distillation.teachers=[{', '.join(teachers)}]",
+        f"distillation.divergence={divergence}",
+        "distillation.offload=all",
+        *STEADY,
+    )
+
+
+def run(recipe: Path, directory: Path, layout: str, num_steps: int) -> list[dict[str, Any]]:
+    """Metrics of a run, continued if it has begun."""
+    outcome = train(recipe, directory, layout, *settings(recipe.parent), f"run.total_steps={num_steps}")
+    assert outcome.code == 0, outcome.text
+    return lines_of(directory / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The recipe, and three uninterrupted steps of one process."""
+    directory = tmp_path_factory.mktemp("alone")
+    recipe = write_recipe(directory)
+    write_teacher(directory / "wide", Path(__file__).parents[2] / "examples" / "quickstart" / "base_model")
+    steps = run(recipe, directory / "run", "tp1", 3)
+    assert len(steps) == 3
+    assert all(step["distillation/teacher/wide/divergence"] > 0.05 for step in steps)
+    assert all(step["rollout/source/books/groups_filtered_share"] == 0 for step in steps), "a teacher needs no contrast"
+    # The policy starts as its own teacher: at first it has nothing to learn from it.
+    assert steps[0]["distillation/teacher/self/divergence"] < 1e-3 < steps[0]["distillation/teacher/wide/divergence"]
+    return recipe, directory / "run"
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", pytest.param("dp2", marks=pytest.mark.long)])
+@pytest.mark.long
+def test_two_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
+    recipe, expected = alone
+    assert len(run(recipe, tmp_path / "run", layout, 2)) == 2
+    steps = run(recipe, tmp_path / "run", layout, 3)
+    assert trained_responses(tmp_path / "run") == trained_responses(expected)
+    for step, right in zip(steps, lines_of(expected / "metrics.jsonl"), strict=True):
+        for name in COMPARED:
+            # Adam divides by the size of gradients that are rounding alone, so weights drift a little.
+            tolerance = 1e-5 if step["train_step"] == 1 else 1e-3
+            assert step[name] == pytest.approx(right[name], rel=tolerance, abs=1e-5), (step["train_step"], name)
+
+
+class Scorer(ThreadingHTTPServer):
+    """What a stock SGLang server says about given tokens, by transformers."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), Answers)
+
+    @torch.no_grad()
+    def answer(self, ids: list[int]) -> dict[str, Any]:
+        with self.lock:
+            log_p = torch.log_softmax(self.model(torch.tensor([ids])).logits[0], -1)
+        values = [None, *log_p[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+        texts = [self.tokenizer.decode([token]) for token in ids]
+        return {"meta_info": {"input_token_logprobs": [list(entry) for entry in zip(values, ids, texts, strict=True)]}}
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Scorer) and self.path == "/generate"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = json.dumps(self.server.answer(body["input_ids"])).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def test_a_server_teaches_by_token(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    student = Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
+    write_teacher(tmp_path / "wide", student)
+    with Scorer(student) as own, Scorer(tmp_path / "wide") as wide:
+        for server in (own, wide):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        teachers = ", ".join(
+            f'{{name = "{name}", url = "http://127.0.0.1:{server.server_port}"}}' for name, server in (("own", own), ("wide", wide))
+        )
+        overrides = (f"distillation.teachers=[{teachers}]", "run.total_steps=2", "telemetry.dump_batches=1", *STEADY)
+        outcome = train(recipe, tmp_path / "run", "dp2", *overrides)
+        own.shutdown()
+        wide.shutdown()
+    assert outcome.code == 0, outcome.text
+    first, second = lines_of(tmp_path / "run" / "metrics.jsonl")
+    # At first the policy is the teacher `own`, and its samples are far from what `wide` would say.
+    assert abs(first["distillation/teacher/own/divergence"]) < 1e-5 < first["distillation/teacher/wide/divergence"]
+    assert first["actor/grad_norm"] > 1e-3 and second["rollout/groups_filtered_share"] == 0
+    for sample in load_batch(tmp_path / "run" / "batches" / "step_000001").samples:
+        with torch.no_grad():
+            log_p = torch.log_softmax(wide.model(sample.tokens[None].long()).logits[0, sample.prompt_length - 1 : -1], -1)
+        right = log_p.gather(1, sample.tokens[sample.prompt_length :, None].long())[:, 0] - sample.rollout_logprobs
+        torch.testing.assert_close(sample.teacher_gains, right, atol=1e-4, rtol=1e-4)
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    wide = write_teacher(tmp_path / "wide", Path(__file__).parents[2] / "examples" / "quickstart" / "base_model")
+    document = json.loads((wide / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (wide / "tokenizer.json").write_text(json.dumps(document))
+    arguments = [str(recipe), "--output-dir", str(tmp_path / "run"), *sets(settings(tmp_path))]
+    outcome = run_command("train", *arguments, "--dry-run")
+    assert outcome.code != 0
+    named = [line for line in outcome.lines if "another tokenizer than the policy" in line]
+    assert len(named) == 1 and "wide" in named[0] and "2 of them not the same" in named[0], outcome.text
