@@ -11,13 +11,14 @@ from megatron_dapo.evaluation.reference import AVERAGE, Record
 from megatron_dapo.report.anomalies import train_steps_of
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
-from megatron_dapo.telemetry.metrics import EPISODE_LIMITS, EVALUATION_METRICS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import DISTILLED, EPISODE_LIMITS, EVALUATION_METRICS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
 from megatron_dapo.types import CallStatus
 
 EVALUATED = "eval/"
 # Charts that include run-specific metrics.
 BY_PART, BY_SOURCE, BY_FIGURE = "Reward by part", "Accuracy by source", "Figures that the environment recorded"
-_UNITS = {BY_PART: "reward", BY_SOURCE: "fraction"}  # figures of an environment have no unit
+BY_TEACHER = "Divergence from teachers"
+_UNITS = {BY_PART: "reward", BY_SOURCE: "fraction", BY_TEACHER: "nat"}  # figures of an environment have no unit
 _GENERATED = "/accuracy_generated"
 
 
@@ -44,6 +45,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k"},
         ),
         Chart(BY_SOURCE, {}),
+        Chart(BY_TEACHER, {}),
         Chart("Reward", {"reward/mean": "mean", "reward/group_std_mean": "deviation within groups"}),
         Chart(
             BY_PART,
@@ -179,6 +181,8 @@ def _own(name: str) -> tuple[str, str] | None:
         return BY_PART, name.removeprefix(REWARD_PART)
     if name.startswith(RECORDED):
         return BY_FIGURE, name.removeprefix(RECORDED)
+    if name.startswith(DISTILLED):
+        return BY_TEACHER, name.removeprefix(DISTILLED).removesuffix("/divergence")
     if name.startswith(SOURCE) and name.endswith(_GENERATED):
         return BY_SOURCE, f"training, {name.removeprefix(SOURCE).removesuffix(_GENERATED)}"
     score = AVERAGE.removeprefix(EVALUATED)

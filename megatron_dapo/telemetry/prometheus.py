@@ -23,6 +23,7 @@ from megatron_dapo._version import __version__
 from megatron_dapo.affinity import all_cpus
 from megatron_dapo.files.linux import end_with_parent, ignore_launcher_signals, start_helper
 from megatron_dapo.telemetry.metrics import (
+    DISTILLED,
     EVALUATION_METRICS,
     RECORDED,
     REWARD_PART,
@@ -40,19 +41,22 @@ LABEL = "name"  # what a user named: a part of the reward, a source, a figure of
 _REQUEST_S = 30.0  # limit for one read or write of a client
 _TAIL_BYTES = 1 << 18  # a row has about 15 KB, and more with many sources
 _NICE = 10
+BY_TEACHER = (f"{DISTILLED}teacher/", f"{DISTILLED}source/")
+_WITH_METRIC = (SOURCE, *BY_TEACHER)  # prefixes that a name and a metric follow
 
 
 def exported_name(metric: str) -> tuple[str, str]:
     """Return the Prometheus name of a metric, and the value of its label `name`, "" if it has none.
 
     The name is the metric's with the prefix and "_" for "/". A name that a user chose is the label instead:
-    `reward/part/NAME`, `episodes/recorded/NAME`, `rollout/source/NAME/METRIC` and `eval/NAME/METRIC`.
+    `reward/part/NAME`, `episodes/recorded/NAME`, `rollout/source/NAME/METRIC`, `eval/NAME/METRIC`,
+    `distillation/teacher/NAME/METRIC` and `distillation/source/NAME/METRIC`.
     """
     label = ""
-    for prefix in (REWARD_PART, RECORDED, SOURCE):
+    for prefix in (REWARD_PART, RECORDED, *_WITH_METRIC):
         if metric.startswith(prefix):
             metric, label = prefix.removesuffix("/"), metric.removeprefix(prefix)
-            if prefix == SOURCE:
+            if prefix in _WITH_METRIC:
                 label, _, name = label.rpartition("/")
                 metric = f"{metric}/{name}"
     if metric.startswith("eval/"):
@@ -67,6 +71,7 @@ def _help() -> dict[str, str]:
     named = {
         REWARD_PART: "mean of a part of the reward [reward]",
         RECORDED: "mean of a figure that the environment recorded of its episodes",
+        **{f"{prefix}-/divergence": "mean divergence from the teachers over taught tokens [nat]" for prefix in BY_TEACHER},
         **{f"{SOURCE}-/{name}": meaning for name, meaning in SOURCE_METRICS.items()},
     }
     steps = {

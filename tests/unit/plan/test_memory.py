@@ -25,6 +25,7 @@ from megatron_dapo.plan.memory import (
     model_memory,
     num_parameters,
     optimizer_share,
+    padded_vocabulary,
     rank_parameters,
     run_memory,
     stage_memory,
@@ -311,6 +312,27 @@ def test_phases_add_up_to_the_peaks_of_a_run(placement: str) -> None:
     assert {phase.device for phase in memory.phases} == ({"shared"} if shared else {"trainer", "engine"})
     assert ("engine_asleep" in parts) == shared == ("trainer" in phases["generate"].parts)
     assert phases["log_probs"].total < phases["train"].total > phases["checkpoint"].total
+
+
+def test_frozen_models_have_weights_only_and_teachers_take_turns() -> None:
+    def parts(phase: str, **sections: Any) -> dict[str, int]:
+        config = run_of(parallel={"tp_size": 2}, model={"offload": "none"}, **sections)
+        memory = run_memory(config, parse_architecture(QWEN_7B), 4, Cluster())
+        return {**dict({one.phase: one for one in memory.phases}[phase].parts), "policy_weights": memory.policy.weights}
+
+    def others(phase: str, **sections: Any) -> int:
+        return parts(phase, **sections)["other_models"]
+
+    weights = parts("train")["policy_weights"]
+    assert others("train", algorithm={"kl_loss_coefficient": 0.1}) == weights
+    teachers = [{"name": "one"}, {"name": "two"}, {"name": "served", "url": "http://host:1"}]
+    stay = {"teachers": teachers}
+    assert others("train", distillation=stay) == others("log_probs", distillation=stay) == 2 * weights
+    turns = {"teachers": teachers, "offload": "all"}
+    assert others("log_probs", distillation=turns) == weights
+    rows = padded_vocabulary(QWEN_7B["vocab_size"], 2) // 2
+    assert others("train", distillation=turns) == 2 * rows * QWEN_7B["hidden_size"] * 2
+    assert parts("log_probs", distillation=turns)["forward"] == parts("log_probs")["forward"]
 
 
 def test_each_rank_of_servers_that_draft_has_two_corpora_in_host_memory() -> None:

@@ -34,6 +34,10 @@ def test_names_are_distinct_and_valid() -> None:
     assert all(re.fullmatch(r"megatron_dapo_[a-z][a-z0-9_]*", name) for name, _ in names)
     assert exported_name("reward/part/a b/c") == ("megatron_dapo_reward_part", "a b/c")
     assert exported_name("episodes/recorded/x") == ("megatron_dapo_episodes_recorded", "x")
+    assert exported_name("distillation/teacher/qwen2.5_32b/divergence") == (
+        "megatron_dapo_distillation_teacher_divergence",
+        "qwen2.5_32b",
+    )
     assert exported_name("rollout/source/gsm8k/accuracy_generated") == (
         "megatron_dapo_rollout_source_accuracy_generated",
         "gsm8k",
