@@ -11,7 +11,16 @@ from megatron_dapo.evaluation.reference import AVERAGE, Record
 from megatron_dapo.report.anomalies import train_steps_of
 from megatron_dapo.report.run_files import RunFiles
 from megatron_dapo.telemetry.alarms import RUN_ALARMS
-from megatron_dapo.telemetry.metrics import DISTILLED, EPISODE_LIMITS, EVALUATION_METRICS, PHASES, RECORDED, REWARD_PART, SOURCE, STEP_METRICS
+from megatron_dapo.telemetry.metrics import (
+    DISTILLED,
+    EPISODE_LIMITS,
+    EVALUATION_METRICS,
+    PHASES,
+    RECORDED,
+    REWARD_PART,
+    SOURCE,
+    STEP_METRICS,
+)
 from megatron_dapo.types import CallStatus
 
 EVALUATED = "eval/"

@@ -40,6 +40,7 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
             "max_train_seconds": 0.0,
         },
         "rollout": {"filter_groups": False, "dynamic_sampling": "hard"},
+        "distillation": {"teachers": ()},
         "data": (
             {"train_paths": config.value_pretraining.train_paths, "sources": ()}
             if config.value_pretraining.train_paths
@@ -73,6 +74,7 @@ def for_evaluation(config: Config) -> Config:
     changes: dict[str, Any] = {
         "telemetry": {"references": ()},
         "critic": CriticConfig(),
+        "distillation": {"teachers": ()},
         # No training run evaluates: the data of both is the same.
         "evaluation": {"interval": 0, "at_start": False, "at_end": False, "background": False},
     }
@@ -125,6 +127,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
             "max_epochs": 0,
             "injection": InjectionConfig(),
         },
+        "distillation": {"teachers": ()},
         # The engine serves evaluations, which have their own sampling.
         "rollout": RolloutConfig(
             engine=rollout.engine,

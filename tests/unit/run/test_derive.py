@@ -50,7 +50,9 @@ def test_what_is_not_changed_stays() -> None:
 
 
 def test_runs_of_a_recipe_are_derived_from_it() -> None:
-    config = config_from_dict({**TREE, "sglang": {"urls": ["http://host:1"]}})
+    teachers = {"teachers": [{"path": "/teacher"}]}
+    config = config_from_dict({**TREE, "sglang": {"urls": ["http://host:1"]}, "distillation": teachers})
+    assert not pretraining_config(config).distillation.teachers and not for_evaluation(config).distillation.teachers
     held_out = for_evaluation(config)
     assert held_out.data.train_paths == config.data.eval_paths and held_out.critic.path == ""
     assert held_out.sglang.weight_sync_transport == "disk"
