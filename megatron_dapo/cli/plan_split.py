@@ -23,6 +23,7 @@ from megatron_dapo.plan.cluster import GPUS_PER_NODE, Cluster, cluster_for
 from megatron_dapo.plan.comparison import known_gpu
 from megatron_dapo.plan.device import GPUS, Gpu
 from megatron_dapo.plan.memory import RunMemory, run_memory
+from megatron_dapo.plan.overlap import Collection
 from megatron_dapo.plan.rollout import Lengths, engine_rates, running_at_once
 from megatron_dapo.plan.split import Measured, Proposal, Split, SplitLimits, calibrated, measured_lengths, propose
 from megatron_dapo.plan.step import step_lengths, trainer_seconds
@@ -109,7 +110,9 @@ def split_report(directory: Path, gpu_name: str | None, gpus_per_node: int) -> S
     num_steps, idle, measured = _measured(run, config)
     now = Split(processes, planned.memory.num_engines, measured.train)
     rollout = config.rollout
-    limits = SplitLimits(planned.running(measured.lengths), rollout.max_staleness, config.algorithm.name == "tppo")
+    limits = SplitLimits(
+        planned.running(measured.lengths), rollout.max_staleness, config.algorithm.name == "tppo", Collection.of(config)
+    )
     rates, factor, is_told = calibrated(planned.rates, measured, now, limits, rollout.oversample, rollout.ahead)
     splits = [now, *planned.splits(measured.train, now)]
     return SplitReport(
@@ -273,16 +276,10 @@ def report_lines(report: SplitReport) -> Iterator[str]:
 
 
 def _warnings(report: SplitReport) -> Iterator[str]:
-    config = report.config
     if not report.is_told:
         yield (
             "warning: the trainer sets the pace, so the measured seconds say little of the engines' speed; steps in which the "
             "trainer waits are those of the plan's rates"
-        )
-    if config.training.stream != "off" or config.rollout.order != "start":
-        yield (
-            f'warning: the queue takes whole batches in order of start; with training.stream = "{config.training.stream}" and '
-            f'rollout.order = "{config.rollout.order}" steps are at most as long'
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from megatron_dapo.plan.overlap import Overlapped, QueuedStep, overlapped_seconds
+from megatron_dapo.plan.overlap import Collection, Overlapped, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 
 SAME = 0.01  # steps that differ by less are as long
@@ -54,6 +54,7 @@ class SplitLimits:
     running: int  # responses of a server at once
     max_staleness: int
     has_windows: bool = False  # T-PPO, which starts each step's windows together
+    collection: Collection = Collection()
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def propose(rates: EngineRates, measured: Measured, splits: Sequence[Split], lim
 
 def _proposal(rates: EngineRates, measured: Measured, split: Split, limits: SplitLimits) -> Proposal:
     free = limits.max_staleness if not limits.has_windows else 0
-    rounds = {one: _seconds(rates, measured, split, limits, one, 0.0) for one in _grid(1.0, 1.0 + free)}
+    least = 1.0 if limits.collection.order == "start" else 1.0 + STEP  # a guarded batch chooses among more than its groups
+    rounds = {one: _seconds(rates, measured, split, limits, one, 0.0) for one in _grid(least, 1.0 + free)}
     best = min(one.step for one in rounds.values())
     oversample = next(one for one, seconds in rounds.items() if seconds.step <= best * (1 + SAME))
     # If it is not limited, `ahead` is max_staleness.
@@ -171,5 +173,14 @@ def _seconds(
     rates: EngineRates, measured: Measured, split: Split, limits: SplitLimits, oversample: float, ahead: float
 ) -> Overlapped:
     each = max(1, round(measured.responses / split.servers))
-    turns = QueuedStep(each, limits.running, split.train, measured.update, limits.max_staleness, oversample, ahead)
+    turns = QueuedStep(
+        each,
+        limits.running,
+        split.train,
+        measured.update,
+        limits.max_staleness,
+        oversample,
+        ahead,
+        limits.collection,
+    )
     return overlapped_seconds(rates, measured.lengths, turns)

@@ -12,7 +12,7 @@ from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
 from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory, teacher_architectures
 from megatron_dapo.plan.memory.batch import step_responses
-from megatron_dapo.plan.overlap import QueuedStep, overlapped_seconds
+from megatron_dapo.plan.overlap import Collection, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
     Lengths,
@@ -107,9 +107,15 @@ def plan_step(
 
 def _queued_step(plan: StepPlan, queue: Queue, running: int) -> QueuedStep:
     rollout = plan.config.rollout
-    update = plan.of_phase("weight_update")
     return QueuedStep(
-        queue.responses, running, plan.trainer, update, rollout.max_staleness, rollout.oversample, rollout.ahead
+        queue.responses,
+        running,
+        plan.trainer,
+        plan.of_phase("weight_update"),
+        rollout.max_staleness,
+        rollout.oversample,
+        rollout.ahead,
+        Collection.of(plan.config),
     )
 
 

@@ -39,11 +39,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_dapo.age_guard import DatedGroup, trainable
 from megatron_dapo.algorithms.dynamic_sampling import FunctionFilter, GroupFilter
 from megatron_dapo.config.distillation_schema import DistillationConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.injection import TEMPLATE
-from megatron_dapo.rollout.age_guard import DatedGroup, trainable
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import (

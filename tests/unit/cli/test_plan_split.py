@@ -14,6 +14,7 @@ from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.memory import run_memory
+from megatron_dapo.plan.overlap import Collection
 from megatron_dapo.plan.rollout import engine_rates, running_at_once
 from megatron_dapo.plan.split import Measured, Proposal, Split, SplitLimits, measured_lengths
 from tests.made_runs import write_json, write_lines
@@ -48,7 +49,7 @@ def made_run(directory: Path, train: float, *, num_steps: int = 12, machine: str
     seconds = None
     if engine is not None and config.sglang.placement == "disaggregated":
         measured = Measured(0.0, 0.0, train, UPDATE, 0.0, 64 * 16, lengths)
-        limits = SplitLimits(running_at_once(config, engine, lengths), 1)
+        limits = SplitLimits(running_at_once(config, engine, lengths), 1, collection=Collection.of(config))
         rates = engine_rates(config, architecture, engine, GPUS["H100"])
         seconds = Proposal.of(rates, measured, Split(4, 4, train), limits, 1.0, 0.0).seconds
     row = {
@@ -93,9 +94,16 @@ def test_the_side_that_waits_gives_devices_to_the_other(tmp_path: Path, train: f
     assert "measured, mean of 7 steps" in lines and "proposed, " in lines
 
 
-def test_streamed_steps_are_said_to_be_shorter(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 5.0, training={"stream": "mini_batches", "shuffle": False})
-    assert "warning: the queue takes whole batches in order of start" in split(str(run)).stdout
+def test_a_run_that_streams_is_read_as_one(tmp_path: Path) -> None:
+    whole, streamed = (
+        json.loads(split(str(made_run(tmp_path / name, 5.0, **sections)), "--json").stdout)
+        for name, sections in (("whole", {}), ("streamed", {"training": {"stream": "mini_batches", "shuffle": False}}))
+    )
+    assert streamed["engine_factor"] == pytest.approx(1.0, abs=0.02)
+    assert streamed["now"]["step"] == pytest.approx(streamed["measured"]["step"], rel=0.02)
+    assert streamed["now"]["step"] < whole["now"]["step"]
+
+
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import NormalDist, fmean
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import GPUS
-from megatron_dapo.plan.overlap import QueuedStep, overlapped_seconds
+from megatron_dapo.plan.overlap import Collection, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 from megatron_dapo.plan.step import StepPlan, plan_step
 from tests.unit.plan.models import MODELS, run_of
@@ -39,11 +40,28 @@ def test_steps_of_equal_responses(changes: dict[str, Any], expected: float) -> N
     assert overlapped_seconds(FLAT, Lengths((1000,), 0.0), turns(**changes)).step == pytest.approx(expected, rel=0.05)
 
 
+WHOLE, STREAMED = Collection(16), Collection(16, parts=16)
+
+
 @pytest.mark.parametrize(
-    ("max_staleness", "oversample", "ahead"), [(1, 2.0, 0.0), (1, 1.5, 0.0), (2, 3.0, 0.0), (1, 2.0, 0.5)]
+    ("max_staleness", "oversample", "ahead", "collection"),
+    [
+        (1, 2.0, 0.0, WHOLE),
+        (1, 1.5, 0.0, WHOLE),
+        (2, 3.0, 0.0, WHOLE),
+        (1, 2.0, 0.5, WHOLE),
+        (1, 2.0, 0.0, STREAMED),
+        (1, 2.0, 0.0, replace(STREAMED, parts=4)),
+        (1, 2.0, 0.0, replace(STREAMED, in_flight=True)),
+        (2, 3.0, 0.0, STREAMED),
+        (1, 2.0, 0.5, STREAMED),
+        (1, 2.0, 0.0, replace(STREAMED, order="guarded")),
+        (1, 1.5, 0.5, replace(STREAMED, order="guarded")),
+        (2, 3.0, 0.0, replace(WHOLE, order="guarded")),
+    ],
 )
 def test_the_plan_is_within_a_tenth_of_the_twin(
-    twin: SimpleNamespace, max_staleness: int, oversample: float, ahead: float
+    twin: SimpleNamespace, max_staleness: int, oversample: float, ahead: float, collection: Collection
 ) -> None:
     """verl's 7B setting on four GPUs a server, with an eighth of its batch and its servers."""
     rates = EngineRates(15.2e9 / 4, 57344 / 4, 7.07e9, 4, GPUS["H20"])
@@ -64,20 +82,23 @@ def test_the_plan_is_within_a_tenth_of_the_twin(
         max_staleness=max_staleness,
         oversample=oversample,
         ahead=ahead,
+        parts=collection.parts,
+        order=collection.order,
+        in_flight=collection.in_flight,
     )
     simulated = twin.ours.disaggregated(settings).step
-    mine = overlapped_seconds(rates, planned, QueuedStep(512, 10**6, 106.0, 4.0, max_staleness, oversample, ahead)).step
-    assert mine == pytest.approx(simulated, rel=0.1)
+    queued = QueuedStep(512, 10**6, 106.0, 4.0, max_staleness, oversample, ahead, collection)
+    assert overlapped_seconds(rates, planned, queued).step == pytest.approx(simulated, rel=0.1)
 
 
-def planned(**rollout: Any) -> StepPlan:
+def planned(stream: str = "off", **rollout: Any) -> StepPlan:
     sections: dict[str, Any] = {
         "rollout": {"engine": "sglang", "prompts_per_step": 64, "max_response_tokens": 8192, **rollout},
         "sglang": {"placement": "disaggregated", "weight_sync_transport": "p2p", "mem_fraction_static": 0.8},
         "algorithm": {"off_policy": {"correction": "tis"}},
         "parallel": {"num_processes": 8},
     }
-    config = run_of(training={"micro_batch_tokens": 8192, "mini_batch_prompts": 16}, **sections)
+    config = run_of(training={"micro_batch_tokens": 8192, "mini_batch_prompts": 16, "stream": stream}, **sections)
     return plan_step(config, parse_architecture(MODELS["7B"]), 8, Cluster(1), GPUS["H100"], 3000)
 
 
@@ -89,6 +110,12 @@ def test_a_step_lies_between_the_slower_side_and_both_in_turn() -> None:
     assert separate.overlapped is None
     # The queue and the phase of generation count the contexts that are computed again in different ways.
     assert 0.99 * (max(generate, overlapping.trainer) + update) < overlapping.total < separate.total
+
+
+def test_a_run_that_streams_in_guarded_order_is_planned_as_one() -> None:
+    rollout = {"max_staleness": 1, "partial_rollout": True, "oversample": 2.0}
+    whole, streamed = planned(**rollout), planned("mini_batches", order="guarded", filter_groups=True, **rollout)
+    assert streamed.total < whole.total
 
 
 def test_more_staleness_never_takes_longer() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_dapo.rollout.age_guard import DatedGroup, trainable
+from megatron_dapo.age_guard import DatedGroup, trainable
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import joined
 from tests.examples import examples
