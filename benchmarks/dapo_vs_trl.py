@@ -194,9 +194,9 @@ def bounds(ours: Settings, theirs: Settings) -> str:
     rest = 1 - rollout - train
     idle = 1 - theirs["useful_samples"] / theirs["trained_samples"]
     return (
-        f"ours: {rollout:.0%} of a step generates (bound by dispatching small operators when few responses are left, "
-        f"by reading keys and values when many run), {train:.0%} computes log-probs and trains (matrix products), "
-        f"{rest:.1%} is the rest (weight sync, records); {ours['filtered_share']:.0%} of what is generated is "
+        f"ours: {rollout:.0%} of a step generates (matrix products, and reading keys and values when many responses run), "
+        f"{train:.0%} computes log-probs and trains (matrix products and attention), {rest:.1%} is the rest (weight sync, "
+        f"records); {ours['filtered_share']:.0%} of what is generated is "
         f"filtered. TRL: {idle:.0%} of what it trains on has no advantage"
     )
 

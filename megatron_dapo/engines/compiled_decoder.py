@@ -112,7 +112,7 @@ def compiled_for(model: PreTrainedModel, cache: SlotCache) -> ctypes.CDLL | None
     known = (
         config.hidden_act == "silu"
         and responses.shape[4] >= LANES
-        and config.rope_parameters["rope_type"] in STATIC_ROTATIONS
+        and config.rope_parameters.get("rope_type", "default") in STATIC_ROTATIONS
         and responses.dtype in (torch.float32, torch.bfloat16)
         and responses.device.type == "cpu"
         and not any(bias is not None for bias in biases)
