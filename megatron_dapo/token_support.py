@@ -38,6 +38,14 @@ def followed_by(
     return np.concatenate(parts)
 
 
+def supports_between(flat: np.ndarray | None, start: int, end: int) -> np.ndarray | None:
+    """Return the supports of tokens [start, end); None of None."""
+    if flat is None:
+        return None
+    bounds = np.concatenate(([0], np.flatnonzero(flat < 0) + 1))
+    return flat[bounds[start] : bounds[end]]
+
+
 def num_supports(flat: np.ndarray | torch.Tensor) -> int:
     """Return the number of tokens of a flat array."""
     return int((flat < 0).sum())

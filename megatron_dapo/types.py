@@ -174,10 +174,13 @@ class Segment:
     parent: int = 0  # segment from which it came; 0: the main stream
     reason: str = ""  # why it does not extend that one
     routing: np.ndarray | None = None  # see Completion
+    support: np.ndarray | None = None  # see Completion
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
+        if self.support is not None:
+            object.__setattr__(self, "support", np.asarray(self.support, np.int32))
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other) if isinstance(other, Segment) else NotImplemented

@@ -41,13 +41,6 @@ ENVIRONMENT_RULES = (
         reason="routing is not recorded over several turns",
     ),
     Rule(
-        "rollout.top_p == 1 and rollout.top_k == 0",
-        "set rollout.top_p = 1.0 and rollout.top_k = 0",
-        when=_ON,
-        reason="what tokens are drawn from is not recorded over several turns",
-        path="rollout.top_p",
-    ),
-    Rule(
         'environment.resume != "state" or turns.history != "rewrite"',
         'set environment.resume = "replay", or turns.history = "keep"',
         path="environment.resume",

@@ -85,7 +85,7 @@ def header_of(
     reward_names = sorted({name for sample in samples for name in sample.rewards})
     starts = [sample.window.start_of(segment) for _, sample, segment in sequences]
     streams = [sample.completion.stream(segment) for _, sample, segment in sequences]
-    supports = [stream.support if isinstance(stream, Completion) else None for stream in streams]
+    supports = [stream.support for stream in streams]
     runs = [
         (number, *run)
         for number, ((_, sample, segment), start) in enumerate(zip(sequences, starts))
@@ -269,9 +269,5 @@ def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str
         "tokens": torch.from_numpy(np.concatenate((prompt, stream.token_ids))),
         "rollout_logprobs": torch.from_numpy(stream.logprobs),
         **({} if stream.routing is None else {"routing": torch.from_numpy(stream.routing)}),
-        **(
-            {"support": torch.from_numpy(stream.support)}
-            if isinstance(stream, Completion) and stream.support is not None
-            else {}
-        ),
+        **({} if stream.support is None else {"support": torch.from_numpy(stream.support)}),
     }

@@ -15,6 +15,7 @@ SAMPLING = (
     "rollout.top_k=30",
     "rollout.max_staleness=0",
     "rollout.oversample=1.0",
+    "rollout.partial_rollout=false",
     "rollout.filter_groups=false",
     "rollout.prompts_per_step=6",
     "training.mini_batch_prompts=6",
@@ -24,9 +25,9 @@ SAMPLING = (
 )
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
-def test_the_ratio_of_a_step_is_1_and_the_engine_agrees(tmp_path: Path, layout: str) -> None:
-    outcome = train(write_recipe(tmp_path / "recipe"), tmp_path / "run", layout, *SAMPLING)
+@pytest.mark.parametrize(("layout", "algorithm"), [("dp2", "dapo"), ("tp2", "dapo"), ("dp2", "episodes")])
+def test_the_ratio_of_a_step_is_1_and_the_engine_agrees(tmp_path: Path, layout: str, algorithm: str) -> None:
+    outcome = train(write_recipe(tmp_path / "recipe", algorithm), tmp_path / "run", layout, *SAMPLING)
     assert outcome.code == 0, outcome.text
     for step in lines_of(tmp_path / "run" / "metrics.jsonl"):
         assert step["actor/ratio_mean"] == 1.0

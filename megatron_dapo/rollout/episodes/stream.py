@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.engines.base import merge_versions
+from megatron_dapo.token_support import followed_by, supports_between
 from megatron_dapo.types import Completion, Episode, EpisodeEnd, GenerationRequest, Segment, Turn, VersionRange
 
 _FINISH_REASONS: dict[EpisodeEnd, Any] = {"done": "stop", "abort": "abort", "window": "abort"}  # any other end is a truncation
@@ -33,8 +34,16 @@ class _Stream:
     turns: tuple[Turn, ...] = ()
     parent: int = 0
     reason: str = ""
+    support: np.ndarray | None = None  # see Completion; observed tokens count as drawn from the whole vocabulary
 
-    def grown(self, token_ids: Any, logprobs: Any, versions: Sequence[VersionRange], turns: tuple[Turn, ...]) -> _Stream:
+    def grown(
+        self,
+        token_ids: Any,
+        logprobs: Any,
+        versions: Sequence[VersionRange],
+        turns: tuple[Turn, ...],
+        support: np.ndarray | None = None,
+    ) -> _Stream:
         """Return the stream with tokens appended; `versions` are those of the new tokens, from 0."""
         shift = len(self.token_ids)
         moved = [replace(entry, start=entry.start + shift, end=entry.end + shift) for entry in versions]
@@ -44,14 +53,14 @@ class _Stream:
             logprobs=np.concatenate((self.logprobs, np.asarray(logprobs, np.float32))),
             versions=merge_versions([*self.versions, *moved]),
             turns=turns,
+            support=followed_by(self.support, shift, support, len(token_ids)),
         )
 
     def with_turn(self, turn: Completion, order: int) -> _Stream:
         start = len(self.token_ids)
         end = start + turn.num_tokens
         added = Turn(start, end, end, turn.finish_reason, order=order)
-        return self.grown(turn.token_ids, turn.logprobs, turn.versions, (*self.turns, added))
-
+        return self.grown(turn.token_ids, turn.logprobs, turn.versions, (*self.turns, added), turn.support)
 
     def up_to_turn(self) -> _Stream:
         """Return the stream up to its last turn, without an answer that no turn has read."""
@@ -62,6 +71,7 @@ class _Stream:
             logprobs=self.logprobs[: last.end],
             versions=tuple(_clipped(self.versions, 0, last.end)),
             turns=(*before, replace(last, observed_end=last.end)),
+            support=supports_between(self.support, 0, last.end),
         )
 
 
@@ -80,8 +90,10 @@ class EpisodeStreams:
         streams = cls(group_prompt if record.prompt_ids is None else record.prompt_ids)
         turns = record.episode.turns[:num_turns]
         end = turns[-1].observed_end if turns else 0
-        versions = _clipped(record.versions, 0, end)
-        streams._streams = [streams._streams[0].grown(record.token_ids[:end], record.logprobs[:end], versions, turns)]
+        versions, support = _clipped(record.versions, 0, end), supports_between(record.support, 0, end)
+        streams._streams = [
+            streams._streams[0].grown(record.token_ids[:end], record.logprobs[:end], versions, turns, support)
+        ]
         streams._turns = [(0, turn.end) for turn in turns]
         return streams
 
@@ -212,7 +224,7 @@ class EpisodeStreams:
             streams = [one.up_to_turn() if one.turns else one for one in streams if one.turns or one is streams[0]]
         main, *others = streams
         segments = tuple(
-            Segment(one.prompt_ids, one.token_ids, one.logprobs, one.versions, one.turns, one.parent, one.reason)
+            Segment(one.prompt_ids, one.token_ids, one.logprobs, one.versions, one.turns, one.parent, one.reason, support=one.support)
             for one in others
         )
         return Completion(
@@ -221,6 +233,7 @@ class EpisodeStreams:
             main.logprobs,
             _FINISH_REASONS.get(end, "length"),
             main.versions,
+            support=main.support,
             prompt_ids=None if main.prompt_ids == request.prompt_ids else main.prompt_ids,
             episode=Episode(end, main.turns, segments, **facts),
         )
@@ -245,4 +258,5 @@ def recorded_turns(record: Completion) -> Iterator[Completion]:
             stream.logprobs[turn.start : turn.end],
             turn.finish_reason,
             tuple(_clipped(stream.versions, turn.start, turn.end)),
+            support=supports_between(stream.support, turn.start, turn.end),
         )

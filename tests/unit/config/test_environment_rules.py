@@ -24,7 +24,6 @@ def messages(*overrides: str) -> list[str]:
         ([ON, 'environment.agent=["python"]'], "an episode has one environment"),
         (["environment.path=games.py"], "environment.path = 'games.py': it does not name code"),
         (["algorithm.credit=turn"], "only an environment rewards turns"),
-        ([ON, "rollout.top_k=50"], "what tokens are drawn from is not recorded over several turns"),
         ([ON, "algorithm.credit=anchor", "reward.verifier=dapo"], "only an environment rewards turns"),
         ([ON, REWARDED, "algorithm.credit=turn", "algorithm.name=vapo"], "a critic gives each token its credit"),
         ([ON, REWARDED, "algorithm.credit=turn", "algorithm.advantage=reinforce_pp"], "the other advantages compare whole batches"),
