@@ -213,7 +213,7 @@ _STEP = [
     *_section(
         "actor",
         ("loss", "1", "policy loss, mean over the step's optimizer steps"),
-        ("entropy", "nat", "entropy of the policy at the sampled temperature, mean over trained tokens"),
+        ("entropy", "nat", "entropy of the policy at the sampled temperature, with top-p and top-k of what they leave; mean over trained tokens"),
         ("kl_loss", "nat", "KL to the initial policy by algorithm.kl_estimator (0 without a reference)"),
         (
             "gkl_weighted_mse",
