@@ -185,8 +185,9 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
 
 def _to_lists(completion: Completion) -> dict[str, Any]:
     """Return `completion` as JSON values."""
-    names = ("token_ids", "logprobs") if completion.support is None else ("token_ids", "logprobs", "support")
-    return {**completion_to_json(completion), **{name: getattr(completion, name).tolist() for name in names}}
+    numbers = {"token_ids": completion.token_ids.tolist(), "logprobs": completion.logprobs.tolist()}
+    support = {} if completion.support is None else {"support": completion.support.tolist()}
+    return {**completion_to_json(completion), **numbers, **support}
 
 
 def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationRequest]:
