@@ -154,6 +154,13 @@ ENGINE_RULES = (
         path="algorithm.gkl.coefficient",
     ),
     Rule(
+        "not distillation.models",
+        "leave distillation.teachers out, or set rollout.top_p = 1.0 and rollout.top_k = 0",
+        when=_RESTRICTED,
+        reason="their divergence is over the whole vocabulary, and the policy that samples has a part of it",
+        path="distillation.teachers",
+    ),
+    Rule(
         'sglang.attention_backend == "triton" or sglang.attention_backend == "flashinfer"',
         'set sglang.attention_backend = "triton", or sglang.drafting = "off"',
         when=_DRAFTS,

@@ -181,7 +181,7 @@ def engine_findings(config: Config, trainer: TorchFacts | None, tries_import: bo
     facts = gather.sglang_facts(config)
     if tries_import and facts.version is not None:
         facts = replace(facts, libraries=engine_libraries(facts.python, facts.record))
-    findings = recipe.sglang_findings(facts, config.sglang.update_pause)
+    findings = recipe.sglang_findings(facts, config.sglang.update_pause, config.rollout.is_restricted)
     return [*findings, *recipe.engine_library_findings(facts.libraries, config.sglang, trainer)]
 
 

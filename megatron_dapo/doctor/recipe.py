@@ -58,7 +58,9 @@ def processes_finding(needed: int, num_devices: int) -> Finding:
     return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
 
 
-def sglang_findings(facts: SglangFacts, update_pause: UpdatePause = "abort") -> list[Finding]:
+def sglang_findings(
+    facts: SglangFacts, update_pause: UpdatePause = "abort", is_restricted: bool = False
+) -> list[Finding]:
     """Check that the engines' environment can start the recipe's servers."""
     name = "sglang"
     if facts.error:
@@ -81,6 +83,9 @@ def sglang_findings(facts: SglangFacts, update_pause: UpdatePause = "abort") -> 
         require_labels(api_version, update_pause)
     except ValueError as error:
         findings.append(conflict("sglang.update_pause", str(error), install))
+    if is_restricted and not api_version.says_supports:
+        problem = f"SGLang {facts.version} does not say what tokens are drawn from, and 0.5.21 and newer do"
+        findings.append(conflict("rollout.top_k", problem, f"{install}, or set rollout.top_p = 1.0 and rollout.top_k = 0"))
     if facts.nccl_difference:
         fix = "p2p joins both in one communicator: export the same before the run starts, and nothing in sglang.python's script"
         findings.append(conflict("sglang nccl", facts.nccl_difference, fix))

@@ -11,6 +11,7 @@ from megatron_dapo.config.sglang_schema import UpdatePause
 OLDEST = (0, 5, 17)
 NEWEST = (0, 5, 23)
 FIRST_WITH_UPDATE_SESSION = (0, 5, 21)
+FIRST_WITH_SUPPORTS = (0, 5, 21)  # return_sampling_mask
 FIRST_WITH_TOKEN_LABELS = (0, 5, 23)  # older ones between the tested two were not looked at
 
 
@@ -21,6 +22,7 @@ class ApiVersion:
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
     labels_tokens: bool = False  # answers have the label of each token's weights, and retracted requests let a cache be flushed
+    says_supports: bool = False  # what tokens were drawn from under top-p and top-k
     is_tested: bool = True  # False: newer than NEWEST, to be probed (`protocol`)
 
 
@@ -43,6 +45,7 @@ def api_version_of(version: str) -> ApiVersion:
         version,
         needs_update_session=numbers >= FIRST_WITH_UPDATE_SESSION,
         labels_tokens=numbers >= FIRST_WITH_TOKEN_LABELS,
+        says_supports=numbers >= FIRST_WITH_SUPPORTS,
         is_tested=numbers <= NEWEST,
     )
 

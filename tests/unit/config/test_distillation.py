@@ -52,6 +52,7 @@ def test_a_teacher_needs_no_key() -> None:
         (make({}, algorithm={"name": "vapo"}), 'algorithm.name = "dapo"'),
         (make({}, megatron={"tp_comm_overlap": True}), "one shape for all models of a process"),
         (make({}, distillation={"beta": 1.0}), "distillation.beta"),
+        (make({}, rollout={"top_k": 50}), "distillation.teachers"),
         (make({}, distillation={"coefficient": 0.0}), "distillation.coefficient"),
     ],
 )

@@ -116,7 +116,7 @@ BROKEN = [
     ("data.max_epochs", "rollout.prompt_order=priority data.max_epochs=2"),
     ("rollout.temperature", "rollout.temperature=0.0"),
     ("rollout.partial_rollout", f"{STALE} rollout.engine=sglang sglang.placement=disaggregated"),
-    ("sglang.weight_sync_full_interval", "sglang.weight_sync_full_interval=8"),
+    ("sglang.weight_sync_full_interval", "rollout.engine=embedded sglang.weight_sync_full_interval=8"),
     ("sglang.weight_sync_full_interval", "rollout.engine=sglang sglang.weight_sync_full_interval=8 sglang.weight_sync_transport=disk"),
     ("sglang.update_pause", "sglang.update_pause=retract"),
     ("sglang.update_pause", f"{IN_FLIGHT} sglang.placement=colocated"),

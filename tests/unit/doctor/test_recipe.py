@@ -52,6 +52,13 @@ def test_sglang(facts: SglangFacts, verdicts: list[str], words: str) -> None:
     assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
 
 
+@pytest.mark.parametrize(("version", "verdicts"), [("0.5.20", ["ok", "conflict"]), ("0.5.21", ["ok"])])
+def test_a_server_that_does_not_say_what_tokens_are_drawn_from(version: str, verdicts: list[str]) -> None:
+    findings = recipe.sglang_findings(SglangFacts(PYTHON, version=version), is_restricted=True)
+    assert [finding.verdict for finding in findings] == verdicts
+    assert len(findings) == 1 or (findings[1].name, "0.5.21" in findings[1].detail) == ("rollout.top_k", True)
+
+
 GPU = TorchFacts(version="2.11.0+cu130", cuda="13.0", nccl="2.28.9", devices=(Device("H100", 80, 80, (9, 0)),))
 LIBRARIES = EngineLibraries(torch=GPU.version, cuda=GPU.cuda, nccl=GPU.nccl, has_gpu=True, has_compiler=True)
 HOPPER = SglangConfig(placement="colocated", attention_backend="fa3", sampling_backend="flashinfer")
