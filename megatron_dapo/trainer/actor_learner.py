@@ -180,21 +180,26 @@ class PolicyLearner:
             _check_mismatch(self._mismatch(trained.mismatch), mismatch_gate)
 
     def _make_steps(self, mini_batches: Sequence[_PolicyMiniBatch], trained: _Trained, train_step: int) -> None:
-        if self._teachers is not None:
-            with self._phases.phase("logprobs"):
-                for mini_batch in mini_batches:
-                    mini_batch.lessons = self._teachers.teach(mini_batch.micro_batches, mini_batch.sources)
         with self._phases.phase("train"), self._models.on_device(POLICY, REFERENCE, training=POLICY):
             # All epochs share the cut and the old log-probs, because the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
                 for mini_batch in mini_batches:
                     # Without old log-probs only the first step compares the engine with the weights that it sampled by.
                     compared = trained.mismatch if self._needs_old or not trained.steps else []
+                    self._teach(mini_batch)
                     trained.steps.append(self._step(mini_batch, train_step, compared))
+                    mini_batch.lessons = []
                     add_sums(trained.totals, trained.steps[-1].metrics)
             self.actor.finish_steps()
-        for mini_batch in mini_batches:
-            mini_batch.lessons = []
+
+    def _teach(self, mini_batch: _PolicyMiniBatch) -> None:
+        """Compute the lessons of one optimizer step: the hidden states of a whole rollout batch would not fit."""
+        if self._teachers is None:
+            return
+        with self._phases.phase("logprobs"):
+            mini_batch.lessons = self._teachers.teach(mini_batch.micro_batches, mini_batch.sources)
+        with self._models.on_device(POLICY, REFERENCE, training=POLICY):
+            pass  # the last teacher leaves the device
 
     def _result(self, trained: _Trained, train_step: int) -> LearnResult:
         metrics = self.metrics(trained.totals, trained.steps, trained.mini_batches, trained.mismatch, train_step)

@@ -1,10 +1,9 @@
 """Teachers in the trainer's processes: frozen models that take turns on the device.
 
-    teach(mini_batches)     each teacher's hidden states at the tokens that it teaches, kept in host memory
+    teach(micro_batches)    each teacher's hidden states at the tokens that it teaches, kept in host memory
     loss(head, ...)         in the training pass: the divergence of the policy's head from the teachers', in tiles
 
-A teacher's states do not depend on the policy, so one pass serves all optimizer steps and epochs of a batch. Teacher and
-policy have one layout: the same rank holds the same words, tokens and stage of both.
+Teacher and policy have one layout: the same rank holds the same words, tokens and stage of both.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.ops.distillation import align_rows, vocab_parallel_distillation
 from megatron_dapo.plan.memory import padded_vocabulary
 from megatron_dapo.telemetry.metrics import DISTILLED
-from megatron_dapo.trainer.offload import DeviceModels, teacher_key
+from megatron_dapo.trainer.offload import POLICY, REFERENCE, DeviceModels, teacher_key
 from megatron_dapo.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ class Teachers:
                 for index, micro_batch in enumerate(taught)
                 if not self._skips_untaught or len(_positions(micro_batch))
             ]
-            # Nothing else may use the device's memory until the states are in host memory.
-            with self._devices.on_device(teacher_key(teacher.name)):
+            # The policy stays between its steps: its optimizer is more to move than a teacher's weights.
+            with self._devices.on_device(teacher_key(teacher.name), POLICY, REFERENCE, training=POLICY):
                 for index, lesson in zip(chosen, self._lessons(teacher, [taught[index] for index in chosen]), strict=True):
                     lessons[index] += [lesson] if lesson is not None else []
         return lessons

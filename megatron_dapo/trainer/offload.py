@@ -4,7 +4,7 @@
     with models.on_device(CRITIC):                                    values
     with models.on_device(CRITIC, training=CRITIC):                   the critic's optimizer steps
     with models.on_device(POLICY, REFERENCE):                         log-probs
-    with models.on_device(teacher_key(name)):                         a teacher's hidden states
+    with models.on_device(teacher_key(name), POLICY, training=POLICY):    a teacher's hidden states, before a step
     with models.on_device(POLICY, REFERENCE, training=POLICY):        the policy's optimizer steps
     with models.on_device(POLICY):                                    weight sync
 

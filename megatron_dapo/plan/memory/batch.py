@@ -41,10 +41,15 @@ def share_tokens(config: Config, responses: int, processes: int) -> int:
 
 def batch_bytes(config: Config, architecture: ModelArchitecture, processes: int) -> int:
     """Return the bytes of samples on a device while a model is trained: one mini-batch, and the log-probs of the whole step."""
-    mini_batch = min(step_responses(config), config.training.mini_batch_prompts * config.rollout.group_size)
     packed = TOKEN_BYTES + choice_bytes(config, architecture) + support_bytes(config)
     terms = NUM_TERMS * FP32 * share_tokens(config, step_responses(config), processes) // config.parallel.cp_size
-    return packed * share_tokens(config, mini_batch, processes) + terms
+    return packed * mini_batch_tokens(config, processes) + terms
+
+
+def mini_batch_tokens(config: Config, processes: int) -> int:
+    """Return the tokens in a replica's share of an optimizer step."""
+    responses = min(step_responses(config), config.training.mini_batch_prompts * config.rollout.group_size)
+    return share_tokens(config, responses, processes)
 
 
 def host_batch_bytes(

@@ -13,7 +13,7 @@ from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.activations import Kernels
-from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes
+from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes, mini_batch_tokens
 from megatron_dapo.plan.memory.communication import (
     GROUP_BYTES,
     NcclGroup,
@@ -85,6 +85,7 @@ class _Roles:
     communication: int  # bytes of a trainer process's buffers, kept from its first step to its end
     batch: int  # bytes of samples while a model is trained
     teacher_heads: int  # bytes of the teachers' output weights on a rank of the last stage
+    lessons: int  # bytes of their hidden states of an optimizer step in its host memory
 
     @property
     def is_sglang(self) -> bool:
@@ -125,7 +126,8 @@ def run_memory(config: Config, architecture: ModelArchitecture, processes: int, 
             processes - config.num_critic_processes,
             cluster.processes_per_node(processes),
             served.kv_tokens * config.sglang.servers_per_node * config.sglang.ranks_per_node if served else 0,
-        ),
+        )
+        + roles.lessons * -(-cluster.processes_per_node(processes) // config.parallel.pp_size),
         num_engines=cluster.num_engines(config, processes),
         engine_memory=engine,
         policy=roles.policy,
@@ -149,13 +151,17 @@ def _roles(
     tensor, item = config.parallel.tp_size, ITEM_SIZES[config.model.dtype]
     rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
     heads = sum(rows * one.hidden_size * item for one in shapes)
+    # Teachers of some sources share a step's samples, those of all prompts see all.
+    widths = [(one.hidden_size, bool(teacher.sources)) for one, teacher in zip(shapes, config.distillation.models)]
+    width = sum(size for size, is_part in widths if not is_part) + max((size for size, is_part in widths if is_part), default=0)
+    lessons = width * item * mini_batch_tokens(config, processes - own) // config.parallel.cp_size
     starts = not config.sglang.urls or config.rollout.engine != "sglang"
     engine = engine_memory(config, architecture, cluster) if starts else None
     shares = engine is not None and (config.rollout.engine != "sglang" or config.sglang.placement == "colocated")
     overlap = max(policy.overlap, critic.overlap if critic else 0)
     communication = WORKSPACES + _groups(config, architecture, processes, cluster) + overlap
     batch = batch_bytes(config, architecture, processes - own)
-    return _Roles(config, policy, critic, reference, teachers, engine, bool(own), shares, communication, batch, heads)
+    return _Roles(config, policy, critic, reference, teachers, engine, bool(own), shares, communication, batch, heads, lessons)
 
 
 def teacher_architectures(config: Config, policy: ModelArchitecture) -> list[ModelArchitecture]:
@@ -213,7 +219,9 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     away = [teacher for teacher in roles.teachers if roles.config.distillation.offload == "all"]
     turn = max((teacher.weights for teacher in away), default=0)
     forward = max(policy.forward, *(teacher.forward for teacher in roles.teachers), 0)
-    yield PhaseMemory("log_probs", device, _trainer_parts(roles, {**held, "forward": forward, **batch}, others + turn))
+    with_teachers = policy.state_parts if roles.teachers else held  # between the policy's steps, which hold all of it
+    scored = {**with_teachers, "forward": forward, **batch}
+    yield PhaseMemory("log_probs", device, _trainer_parts(roles, scored, others + turn))
     # The policy learns from their output weights, which stay for the steps of a batch.
     heads = roles.teacher_heads if away else 0
     yield PhaseMemory("train", device, _trainer_parts(roles, {**policy.training_parts, **batch}, others + heads))
