@@ -115,7 +115,7 @@ def test_an_episode_is_shown_turn_by_turn():
     branch = Segment((1, 4), np.array([20]), np.zeros(1), (VersionRange(0, 1, 0),), (Turn(0, 1, 1),), 0, "a summary")
     episode = Episode("done", turns, (branch,))
     completion = Completion(
-        "r", np.arange(10, 16), np.zeros(6), "stop", (VersionRange(0, 6, 0),), None, (1, 2, 3), episode
+        "r", np.arange(10, 16), np.zeros(6), "stop", (VersionRange(0, 6, 0),), prompt_ids=(1, 2, 3), episode=episode
     )
     table = conversation_table(completion, lambda ids: " ".join(str(token) for token in ids), "episode")
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
