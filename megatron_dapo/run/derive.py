@@ -139,7 +139,7 @@ def sft_config(config: Config, directory: Path | None = None) -> Config:
         ),
         "reward": {"shadow_verifier": ""},
         "evaluation": {"background": False},
-        "training": {"mini_batch_prompts": section.batch_size, "epochs": 1},
+        "training": {"mini_batch_prompts": section.batch_size, "epochs": 1, "stream": "off", "old_logprobs": "snapshot"},
         "checkpoint": {"output_dir": checkpoints},
         "telemetry": {"references": ()},
     }

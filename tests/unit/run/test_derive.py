@@ -84,9 +84,10 @@ SAMPLING = (
     "rollout.prompt_filter.name=model",
 )
 INJECTION = ('data.injection.templates=["noise"]',)
+OLD_LOGPROBS = ("training.old_logprobs=rollout",)
 
 
-@pytest.mark.parametrize("chosen", [SAMPLING, INJECTION])
+@pytest.mark.parametrize("chosen", [SAMPLING, INJECTION, OLD_LOGPROBS])
 def test_fine_tuning_drops_what_the_recipe_samples_by(chosen: tuple[str, ...]) -> None:
     config = load_config(EXAMPLES / "quickstart" / "quickstart.toml", chosen).config
     assert validate(config) == []
