@@ -171,7 +171,7 @@ class WindowLearner(Learner):
         batch = self._batches.pop(0)
         assert batch.training_version == self._version, "windows are trained in order"
         header = header_of(batch.groups, batch.training_version)
-        samples = with_numbers(samples_of(header), batch.groups)
+        samples = with_numbers(samples_of(header), batch.groups, {})
         whole = self._responses(samples)
         with torch.no_grad():
             values = self.critic.of(whole).split(whole.lengths.tolist())
