@@ -114,7 +114,7 @@ def test_without_a_critic_there_is_nothing_to_pretrain(recipe: Path, started: li
 
 def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list) -> None:
     result = runner.invoke(
-        app, ["train", str(recipe), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3"]
+        app, ["train", str(recipe), "--set", "rollout.top_k=1", "--set", "training.mini_batch_prompts=3"]
     )
     assert result.exit_code == 2 and started == []
     assert (

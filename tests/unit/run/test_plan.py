@@ -47,7 +47,7 @@ def test_files_model_layout_and_values_are_refused_together(recipe: Path) -> Non
 
 
 def test_missing_model_does_not_hide_the_rest(recipe: Path) -> None:
-    assert violated(recipe, "model.path=nowhere", "rollout.top_k=3") == {"model.path", "rollout.top_k"}
+    assert violated(recipe, "model.path=nowhere", "rollout.top_k=1") == {"model.path", "rollout.top_k"}
 
 
 def test_positions_of_the_model_are_known(recipe: Path) -> None:
