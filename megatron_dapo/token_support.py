@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 WHOLE = np.iinfo(np.int32).min
-FILLER = -1  # in a table: no id
+FILLER = -1  # an empty place of a table
 
 
 def join_supports(sizes: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(native.__file__).with_name("decode.c")
 FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-FAMILIES = ("llama", "qwen2", "qwen3")  # by model_type: RMSNorm, rotary positions, silu(gate) * up
+FAMILIES = ("llama", "qwen2", "qwen3")  # model_type of decoders with RMSNorm, rotary positions, silu(gate) * up
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")  # kinds whose angles depend on the position only
 LANES = 8  # columns that decode.c reads at once, past the last one, too
 _SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p

@@ -80,8 +80,7 @@ class TransformersDecoder:
         mask = torch.where(hidden, self._hidden, self._visible)[:, None, None, :]
         if self._window is None:
             return mask
-        # Columns that a local layer still sees begin this far from the row's own: response columns are counted from the end
-        # of the prefix, whose columns are positions.
+        # The first column that a local layer still sees. A prefix column is a position; response columns start at 0 after it.
         first = column - self._window + 1
         length = self._state.integers[PREFIX, : self._num_rows]
         prefix, response = self._columns[: self._prefix_span], self._columns[: self._span]

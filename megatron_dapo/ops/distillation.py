@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_dapo.ops.divergence import PairGradients, pair_logits, paired_heads
+from megatron_dapo.ops.divergence import PairGradients, pair_logits, paired_heads, sums_over_ranks
 from megatron_dapo.ops.lm_head import chunked
 from megatron_dapo.ops.lm_head.inputs import HeadInputs, Upstream, accumulation_dtype
 
@@ -92,7 +93,7 @@ class _Pair:
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, pair: _Pair) -> torch.Tensor:
-        maxima, totals = _over_ranks(*_sums(pair), pair)
+        maxima, totals = sums_over_ranks(*_sums(pair), pair.student.shard.group, partial(_rebase, pair=pair))
         log_z, center = totals[:2].log(), totals[2] / totals[pair.weighing]
         if pair.divergence == "forward":
             value = center - log_z[TEACHER] + log_z[STUDENT]
@@ -152,16 +153,6 @@ def _rebase(sums: torch.Tensor, shift: torch.Tensor, pair: _Pair) -> None:
     crossed = torch.where(sums[pair.weighing] > 0, sums[2] + apart * sums[pair.weighing], 0.0)
     sums[2] = crossed * factor[pair.weighing]
     sums[:2] *= factor
-
-
-def _over_ranks(maxima: torch.Tensor, sums: torch.Tensor, pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    group = pair.student.shard.group
-    if group is not None:
-        own = maxima.clone()
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        _rebase(sums, own - maxima, pair)
-        dist.all_reduce(sums, group=group)
-    return maxima, sums
 
 
 def _log_probabilities(logits: list[torch.Tensor], maxima: torch.Tensor, log_z: torch.Tensor) -> list[torch.Tensor]:

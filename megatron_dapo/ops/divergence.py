@@ -18,8 +18,9 @@ a constant in d drops out of the variance. Over a tensor-parallel group: one all
 from __future__ import annotations
 
 # The generalized KL of the loss (algorithm.gkl, arXiv 2503.08038).
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _Pair:
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
-        maxima, sums = _over_ranks(*_sums(pair), pair)
+        maxima, sums = sums_over_ranks(*_sums(pair), pair.actor.shard.group, partial(_rebase, pair=pair))
         mean = sums[_T1] / sums[_T0]
         weighted_mse = (0.5 * (sums[_T2] / sums[_T0] - mean.square())).clamp_(min=0.0)
         cross_entropy = sums[_Z_ACTOR].log() - sums[_CROSS] / sums[_Z_REFERENCE]
@@ -206,12 +207,20 @@ def _rebase(sums: torch.Tensor, shift: torch.Tensor, pair: _Pair) -> None:
         sums[row] *= factor[model]
 
 
-def _over_ranks(maxima: torch.Tensor, sums: torch.Tensor, pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    group = pair.actor.shard.group
+def sums_over_ranks(
+    maxima: torch.Tensor,
+    sums: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    rebase: Callable[[torch.Tensor, torch.Tensor], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the maxima and, relative to them, the sums of a tensor-parallel group, in place.
+
+    `rebase(sums, shift)` turns sums relative to old maxima into sums relative to new ones; `shift`: old less new.
+    """
     if group is not None:
         own = maxima.clone()
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        _rebase(sums, own - maxima, pair)
+        rebase(sums, own - maxima)
         dist.all_reduce(sums, group=group)
     return maxima, sums
 

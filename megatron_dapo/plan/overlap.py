@@ -26,7 +26,7 @@ from megatron_dapo.plan.rollout import EngineRates, Lengths
 
 # Responses of a batch that are simulated: at least, at most, and as many as make the engine's places this many.
 LEAST_SIMULATED, MOST_SIMULATED, PLACES = 48, 384, 24
-LEAST_GROUPS = 24  # if they are taken one by one
+LEAST_GROUPS = 24  # simulated groups of a batch that is collected group by group
 NUM_STEPS, NUM_COUNTED = 12, 8
 BETWEEN_PROMPTS = 0.25  # share of the variance of log-lengths
 
@@ -113,7 +113,7 @@ def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: QueuedStep) 
 class _Group:
     """Responses that are decided together."""
 
-    number: int  # in start order
+    number: int  # position in start order
     version: int  # at its start
     num_open: int  # responses that have not ended
 
@@ -131,7 +131,7 @@ class _Queue:
         self._num_running = 0.0
         self._running: list[tuple[float, int, float, float]] = []  # heap: (end, group, weight, begin)
         self._waiting: deque[tuple[int, int, float]] = deque()  # (length, group, weight)
-        self._groups: dict[int, _Group] = {}  # by number: started and in no batch yet
+        self._groups: dict[int, _Group] = {}  # number -> a group that was started and is in no batch yet
         self._num_started = 0  # groups
         self._ends: dict[tuple[int, int], float] = {}  # batch and part -> time at which it was complete
         self._next = (0, 0)  # batch and part that are collected

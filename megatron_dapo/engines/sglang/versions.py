@@ -22,7 +22,7 @@ class ApiVersion:
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
     labels_tokens: bool = False  # answers have the label of each token's weights, and retracted requests let a cache be flushed
-    says_supports: bool = False  # what tokens were drawn from under top-p and top-k
+    says_supports: bool = False  # returns the ids that top-p and top-k left for each token
     is_tested: bool = True  # False: newer than NEWEST, to be probed (`protocol`)
 
 
