@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import NO_EVALUATION, lines_of, run_command, sets, train, trained_responses
+from whole_runs import STEADY, lines_of, run_command, sets, train, trained_responses
 
 from megatron_dapo.telemetry.batch_dump import load_batch
 from tools.prove_resume import write_recipe
 
-STEADY = (
-    "optimizer.schedule=constant",
-    "optimizer.warmup_steps=0",
-    "optimizer.learning_rate=1e-4",
-    "rollout.oversample=1.0",
-    "rollout.max_staleness=0",
-    *NO_EVALUATION,
-)
 COMPARED = (
     "actor/loss",
     "actor/grad_norm",

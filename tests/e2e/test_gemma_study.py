@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import NO_EVALUATION, lines_of, train, trained_responses
+from whole_runs import STEADY, lines_of, train, trained_responses
 
 from tools.prove_resume import write_recipe
 
@@ -21,14 +21,6 @@ SWITCHES = (
     "algorithm.gkl.coefficient=0.1",
 )
 # No schedule that knows the end of the run, no surplus, steps so small that ranks' rounding changes no sampled token.
-STEADY = (
-    "optimizer.schedule=constant",
-    "optimizer.warmup_steps=0",
-    "optimizer.learning_rate=1e-4",
-    "rollout.oversample=1.0",
-    "rollout.max_staleness=0",
-    *NO_EVALUATION,
-)
 COMPARED = (
     "actor/loss",
     "actor/grad_norm",

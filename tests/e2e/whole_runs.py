@@ -16,6 +16,15 @@ RUN_TIMEOUT_S = 400.0
 COMMAND_TIMEOUT_S = 400.0
 
 NO_EVALUATION = ("data.eval_paths=[]", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0")
+# Equal steps, so that runs in other layouts or with a resume are compared step by step.
+STEADY = (
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "optimizer.learning_rate=1e-4",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    *NO_EVALUATION,
+)
 THREE_STEPS = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")
 
 
