@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from megatron_dapo.megatron.experts import EngineRouting
 SLACK_TOKENS = 32
 SLACK_FRACTION = 0.25
 
+Made = TypeVar("Made")
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_CAPABILITY = (8, 0)
 MAX_FLASH_HEAD_DIM = 256
@@ -230,6 +231,13 @@ class PackedSequences(PackedSeqParams):
     routing: EngineRouting | None = None  # routes of this rank's tokens, in models that replay them
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
     _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
+    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False)
+
+    def once(self, key: Hashable, make: Callable[[PackedSequences], Made]) -> Made:
+        """Return `make(self)`, computed by the first layer that asks."""
+        if key not in self._shared:
+            self._shared[key] = make(self)
+        return self._shared[key]
 
     def attention_plan(self, window: int | None = None) -> AttentionPlan:
         """Return the padded batches in which our attention computes this rank's queries."""
