@@ -208,6 +208,14 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, cos, sin, 1), None, None
 
 
+def rotate_first(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first dims of x [P, heads, head_dim], as many as there are angles; the others carry no position."""
+    size = cos.size(-1)
+    if size == x.size(-1):
+        return _Rotate.apply(x, cos, sin)
+    return torch.cat((_Rotate.apply(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """Rotate by (cos, sin), or for sign = 1 by the transpose."""
     half = x.size(-1) // 2
@@ -394,16 +402,26 @@ class PackedSelfAttention(SelfAttention):
         assert packed_seq_params is not None and rotary_pos_emb is not None, (
             "packed self-attention needs packed sequences and rotary angles"
         )
-        query, key, value = (part.squeeze(1) for part in self.get_query_key_value_tensors(hidden_states))
+        gated = {"output_gate": True} if self.config.attention_output_gate else {}
+        projected = self.get_query_key_value_tensors(hidden_states, **gated)
+        query, key, value, *gate = (part.squeeze(1) for part in projected)
         is_local = own_window(self.config, self.layer_number) is not None
         angles = angles_of(rotary_pos_emb, self.config, is_local)
         cos, sin = packed_seq_params.rotary_tables(angles, query.dtype, is_local)
-        query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+        query, key = rotate_first(query, cos, sin), rotate_first(key, cos, sin)
         if self.checkpoint_core_attention and self.training:
             context = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
         else:
             context = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        if gate:
+            context = context * self._gate_of_rank(gate[0], query.size(1)).float().sigmoid().type_as(context)
         return self.linear_proj(context.unsqueeze(1))
+
+    def _gate_of_rank(self, gate: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Select this rank's heads [P, num_heads * head_dim] from those [P, heads, head_dim] of its key-value heads."""
+        # With more tensor ranks than key-value heads, megatron-core cuts the query, but not the gate.
+        part = self.pg_collection.tp.rank() % (gate.size(1) // num_heads)
+        return gate.narrow(1, part * num_heads, num_heads).flatten(1)
 
 
 class LocalGlobalSelfAttention(SelfAttention):

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_dapo.megatron.attention import LocalGlobalSelfAttention, PackedAttention, PackedSelfAttention
 from megatron_dapo.megatron.experts import SoftmaxFirstRouter, experts_spec
+from megatron_dapo.megatron.gated_delta import GatedDeltaNet, GatedDeltaSubmodules
 from megatron_dapo.megatron.layers import (
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
@@ -69,13 +70,21 @@ def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubm
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
     logger.debug("layers: own specification (Transformer Engine with CUDA is not available)")
-    specs = [own_layer_spec(config, has_experts(config, layer), linear_kinds(config, layer)) for layer in layers]
+    specs = [
+        own_layer_spec(config, has_experts(config, layer), linear_kinds(config, layer), is_delta(config, layer))
+        for layer in layers
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def has_experts(config: GPTConfig, layer: int) -> bool:
     """Return True if a layer of the model is a mixture of experts."""
     return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+
+
+def is_delta(config: GPTConfig, layer: int) -> bool:
+    """Return True if a layer of the model has a gated delta net in place of attention."""
+    return isinstance(config.linear_attention_freq, list) and bool(config.linear_attention_freq[layer])
 
 
 def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
@@ -133,8 +142,11 @@ def _norm_outputs(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
-    """Specify one layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
+def own_layer_spec(
+    config: GPTConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE, delta: bool = False
+) -> ModuleSpec:
+    """Specify one layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts; or a
+    gated delta net for the first three."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     row = linear.row_and_norm if config.sandwich_norms else linear.row
     attention = SelfAttentionSubmodules(
@@ -145,10 +157,13 @@ def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MO
         k_layernorm=qk_norm,
     )
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=row))
+    mixer = ModuleSpec(
+        module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+    )
+    if delta:
+        mixer = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaSubmodules(linear.column, row))
     submodules = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(
-            module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-        ),
+        self_attention=mixer,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
         mlp=experts_spec(linear.expert_column, linear.expert_row, config.moe_grouped_gemm) if experts else dense,
