@@ -5,6 +5,7 @@ step, epochs that wrap round, evaluations in between. --algorithm chooses what a
 
 tail      prompts that were put off for a long round; killed in rounds of both kinds
 stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
+distillation  two teachers: the policy as it started, and a snapshot of it that is refreshed every two steps
 dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
@@ -132,6 +133,18 @@ GAMES = (ROOT / "tools" / "resume_proof" / "games.py").as_posix()
 CARRIED = "oversample = 2.0\nmax_staleness = 1\npartial_rollout = true"
 
 STREAM = 'stream = "mini_batches"\nshuffle = false\n\n[algorithm.off_policy]\ncorrection = "tis"'
+DISTILLATION = """
+[distillation]
+divergence = "js"
+offload = "all"
+teachers = [
+    { name = "start" },
+    { name = "snapshot", refresh_steps = 2, rl = true },
+]
+
+[algorithm.off_policy]
+correction = "tis"
+"""
 # Algorithm -> (further keys of [rollout], further keys of [training] and sections).
 ALGORITHMS = {
     "stream": (CARRIED, STREAM),
@@ -143,6 +156,7 @@ ALGORITHMS = {
     "filter": ('prompt_filter = { name = "bounds", margin = 0.3, audit_share = 0.2 }', ""),
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
     "top_p": (f"{CARRIED}\ntop_p = 0.9\ntop_k = 30", '[algorithm.off_policy]\ncorrection = "tis"'),
+    "distillation": (CARRIED, DISTILLATION),
     "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive", freeze="[]")),
     "sao": (
         f'filter_groups = false\norder = "guarded"\n{CARRIED}',

@@ -17,7 +17,7 @@ from megatron_dapo.checkpoints.retention import KeepPolicy, most_checkpoints
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.memory import ITEM_SIZES, checkpoint_bytes, num_parameters
+from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters, run_checkpoint_bytes
 
 _CHECKPOINT = re.compile(r"step_\d{6,}.*")
 
@@ -49,7 +49,7 @@ def checkpoint_space(config: Config, architecture: ModelArchitecture, free: int 
     """Compute the space of a run's checkpoints. `free`: free bytes of their file system; None: measure them here."""
     directory, dtype = config.checkpoint_dir, config.model.dtype
     models = {"policy": False, **({"critic": True} if config.has_critic else {})}
-    num_bytes = sum(checkpoint_bytes(architecture, dtype, has_head) for has_head in models.values())
+    num_bytes = run_checkpoint_bytes(config, architecture)
     number = most_checkpoints(keep_policy(config), config.checkpoint.interval, config.run.total_steps)
     present = bytes_of_checkpoints(directory)
     item = ITEM_SIZES[dtype]
@@ -57,6 +57,8 @@ def checkpoint_space(config: Config, architecture: ModelArchitecture, free: int 
     counts = " + ".join(
         f"{num_parameters(architecture, has_head):.4g} parameters of the {name}" for name, has_head in models.items()
     )
+    if snapshots := len(config.distillation.snapshots):
+        parts += f" + {snapshots} x {item} weight of teachers"
     formula = f"{number} checkpoints, one in flight, of {size(num_bytes)} = ({counts}) x ({parts}) bytes"
     return CheckpointSpace(
         directory,

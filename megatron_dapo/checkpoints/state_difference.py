@@ -23,7 +23,8 @@ class StateDifference:
 
 def compare_states(first: SavedModel, second: SavedModel) -> Iterator[StateDifference]:
     """Yield the differences of each kind, one tensor of both in memory at a time."""
-    for kind in (*dict.fromkeys((*first.kinds, *second.kinds)), STEP):
+    steps = [STEP] if first.is_trained and second.is_trained else []
+    for kind in (*dict.fromkeys((*first.kinds, *second.kinds)), *steps):
         number = different = 0
         largest, where = 0.0, _only_in_one(first, second, kind)
         for name in first.specs if not where else ():

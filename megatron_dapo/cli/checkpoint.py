@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
-from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file
+from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file, model_names
 from megatron_dapo.checkpoints.state_difference import compare_states
 from megatron_dapo.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, step_of, wrong_files
 from megatron_dapo.config import Config, read_resolved
@@ -95,7 +95,7 @@ def _run_config(checkpoint: Checkpoint) -> Config:
 
 
 def _models(checkpoint: Checkpoint) -> list[str]:
-    return [name for name in (POLICY, CRITIC) if index_file(name) in checkpoint.files]
+    return model_names(checkpoint.files)
 
 
 def _store(path: Path) -> CheckpointStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dapo.config.section import (
@@ -86,6 +87,11 @@ class SourceConfig(Section):
 
     settings: dict[str, Any] = {}
     """Settings of the task, e.g. { min_terms = 2, max_terms = 3 }."""
+
+    @property
+    def label(self) -> str:
+        """Its name, or that of its file or task."""
+        return self.name or Path(self.path.removeprefix(TASK_PREFIX)).stem
 
     @property
     def makes_fresh_problems(self) -> bool:

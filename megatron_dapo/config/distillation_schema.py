@@ -29,6 +29,10 @@ class TeacherConfig(Section):
     weight: float = 1.0
     """Factor of distillation.coefficient for this teacher; above 0."""
 
+    refresh_steps: int = 0
+    """Train steps after which the teacher takes the policy's weights, again and again: with n, the teacher is the policy of the
+    last step that n divides. Only without path and url. 0: the policy as it starts."""
+
     rl: bool = False
     """Keep the rewards' advantages for its prompts, in addition to the teacher. Off: the reward of these prompts is only
     recorded, and rollout.filter_groups keeps all their groups."""
@@ -74,10 +78,27 @@ class DistillationConfig(Section):
                 "write url as http://host:port in every table of distillation.teachers",
             )
 
+        if any(teacher.refresh_steps < 0 for teacher in self.teachers):
+            yield Rule(
+                "not any(teacher.refresh_steps < 0 for teacher in distillation.teachers)",
+                "give every table of distillation.teachers a refresh_steps of 0 or more",
+            )
+        if any(teacher.path or teacher.url for teacher in self.snapshots):
+            yield Rule(
+                "not any(teacher.path or teacher.url for teacher in distillation.snapshots)",
+                "leave path and url out of the tables of distillation.teachers that have refresh_steps, or leave refresh_steps out",
+                reason="only a teacher that begins as the policy takes its weights",
+            )
+
     @property
     def models(self) -> tuple[TeacherConfig, ...]:
         """Teachers in the trainer's processes."""
         return tuple(teacher for teacher in self.teachers if not teacher.url)
+
+    @property
+    def snapshots(self) -> tuple[TeacherConfig, ...]:
+        """Teachers that take the policy's weights again and again."""
+        return tuple(teacher for teacher in self.teachers if teacher.refresh_steps > 0)
 
     @property
     def servers(self) -> tuple[TeacherConfig, ...]:

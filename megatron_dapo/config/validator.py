@@ -225,6 +225,12 @@ RULES = (
         reason="tp_comm_overlap has buffers of one shape for all models of a process",
     ),
     Rule(
+        "not precision.fp8_param",
+        "set precision.fp8_param = false, or leave refresh_steps out of distillation.teachers",
+        when="distillation.snapshots",
+        reason="a snapshot copies weights of the model's own type",
+    ),
+    Rule(
         "rollout.prompts_per_step % training.mini_batch_prompts == 0",
         "set training.mini_batch_prompts = {nearest_divisor(rollout.prompts_per_step, training.mini_batch_prompts)}",
     ),

@@ -118,9 +118,7 @@ def train_sources(data: DataConfig) -> tuple[Source, ...]:
 def _of_tables(data: DataConfig, part: Part) -> tuple[Source, ...]:
     """Return a part of the tables of data.sources that have files; a prompt of several is in the same part of all of them.
     Problems that are made are only trained."""
-    names = _unique_names(
-        [source.name or Path(source.path.removeprefix(TASK_PREFIX)).stem for source in data.sources], data.sources
-    )
+    names = _unique_names([source.label for source in data.sources], data.sources)
     sources = [_source(source, name, data) for source, name in zip(data.sources, names)]
     if not data.holds_out:
         return tuple(sources)

@@ -121,10 +121,12 @@ class ModelState:
         """The layout of the state. Collective among the model's ranks on first use."""
         model = self._model
         parameters = named_local_parameters(model.chunks)  # the model's method would bring them back to the device
-        distributed = model.settings.use_distributed_optimizer
+        distributed = model.settings.use_distributed_optimizer and self._is_trained
         grouped = bool(model.config.moe_grouped_gemm)
         frozen = model.settings.freeze
         layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped, frozen=frozen)
+        if not self._is_trained:
+            return layout
         live = {
             part.name: (part.start, part.end)
             for part in owned_shards(parameters, model.optimizer)
@@ -142,7 +144,7 @@ class ModelState:
 
     @cached_property
     def _views(self) -> list[_View]:
-        kinds = kinds_of(self._dtype)
+        kinds = kinds_of(self._dtype, self._is_trained)
         owned = self.layout.ranges(self.rank)
         views = []
         for shard in self.layout.saved(self.rank):
@@ -153,9 +155,13 @@ class ModelState:
                 base = 0 if source == PARAMETER else owned[shard.local][0]
                 local, start = f"{source}/{shard.local}", shard.local_offset[0] - base
                 views.append(_View(f"{kind}/{name}", local, start, shard.shape))
-            if not any(shard.global_offset):
+            if self._is_trained and not any(shard.global_offset):
                 views.append(_View(f"{STEP}/{shard.tensor}", f"{STEP}/{shard.local}", 0, ()))
         return views
+
+    @property
+    def _is_trained(self) -> bool:
+        return not self._model.settings.is_frozen
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -189,7 +195,7 @@ class ModelState:
             return None
         if self._index is None:
             slices = {rank_file(name, rank): layout.saved(rank) for rank in range(layout.num_ranks)}
-            self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, slices)
+            self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, slices, self._is_trained)
         return self._index
 
     _index: dict[str, Any] | None = None
@@ -267,7 +273,9 @@ class ModelState:
             yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
-        """Return the optimizer steps of each local parameter; one rank reads each."""
+        """Return the optimizer steps of each local parameter; one rank reads each. None of a model that is not trained."""
+        if not self._is_trained:
+            return {}
         model, group = self._model, self._model.part.collective_group
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         steps = torch.zeros(len(places))

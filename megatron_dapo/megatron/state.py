@@ -47,8 +47,9 @@ class OwnedShard:
 
 
 def owned_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[OwnedShard]:
-    """Yield the shards that this rank's optimizer owns, in the order of `parameters` (local name -> parameter)."""
-    for part in optimizer.chained_optimizers:
+    """Yield the shards that this rank's optimizer owns, in the order of `parameters` (local name -> parameter); none of a
+    model that is not trained."""
+    for part in optimizer.chained_optimizers if optimizer is not None else ():
         find = _distributed_shard if isinstance(part, DistributedOptimizer) else _whole_shard
         for name, parameter in parameters.items():
             found = find(name, parameter, part)
@@ -101,6 +102,8 @@ def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -
         if state:
             tensors.update({f"{moment}/{part.name}": state[moment] for moment in MOMENTS})
             tensors[f"step/{part.name}"] = _step_of(part)
+    if optimizer is None:
+        return tensors  # the random states of a process are saved with its trained model
     random_states = {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     tensors.update({f"random/{name}": state for name, state in random_states.items()})
     return tensors

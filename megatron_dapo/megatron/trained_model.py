@@ -182,6 +182,10 @@ class TrainedModel:
             for name, parameter in self.named_local_parameters().items():
                 parameter.copy_(weights[name])
 
+    def take_weights(self, other: TrainedModel) -> None:
+        """Copy the parameters of a model of the same architecture, layout and type."""
+        self._put_weights(other.named_local_parameters())
+
     def finish_steps(self) -> None:
         """Gather the weights of the last step if `overlap_param_gather` left that to the next forward pass."""
         if self._gathers_are_due:
@@ -230,8 +234,6 @@ class TrainedModel:
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         parameters: dict[str, Any] = named_local_parameters(self.chunks)  # megatron-core adds `main_grad` to them
-        if kind == "optimizer" and self.settings.is_frozen:
-            return []
         if kind == "optimizer":
             return list(state.optimizer_tensors(parameters, self.optimizer))
         if kind == "gradients":

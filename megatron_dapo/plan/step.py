@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_dapo.config.derive import as_critic
+from megatron_dapo.config.distillation_schema import TeacherConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import Gpu
-from megatron_dapo.plan.memory import EngineMemory, RunMemory, checkpoint_bytes, run_memory, teacher_architectures
+from megatron_dapo.plan.memory import EngineMemory, RunMemory, run_checkpoint_bytes, run_memory, teacher_architectures
 from megatron_dapo.plan.memory.batch import step_responses
 from megatron_dapo.plan.overlap import Collection, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import (
@@ -93,8 +94,7 @@ def plan_step(
     seconds |= trainer_seconds(config, architecture, processes, cluster, gpu, lengths, memory)
     if sync:
         seconds["weight_update"] = sync_seconds(config, sync, cluster, gpu)
-    saved = checkpoint_bytes(architecture, config.model.dtype)
-    saved += checkpoint_bytes(architecture, config.model.dtype, has_value_head=True) if config.has_critic else 0
+    saved = run_checkpoint_bytes(config, architecture)
     trained = Batch.of(step_responses(config), lengths).tokens
     plan = StepPlan(config, processes, cluster, memory, queue, seconds, sync, saved, generated * lengths.mean, trained)
     is_continued = config.rollout.partial_rollout or config.algorithm.name == "tppo"
@@ -148,9 +148,11 @@ def trainer_seconds(
     times = config.algorithm.loss.needs_old_logprobs + config.algorithm.needs_reference
     seconds["log_probs"] = add(pass_seconds(policy, batch, LOG_PROBS), times=times)
     mini = max(1, prompts // training.mini_batch_prompts)
-    for teacher in teacher_architectures(config, architecture):
-        model = Model(config, teacher, processes - own, gpu, per_node)
-        seconds["log_probs"] = add(seconds["log_probs"], pass_seconds(model, batch, LOG_PROBS))
+    for teacher, shape in zip(config.distillation.models, teacher_architectures(config, architecture), strict=True):
+        model = Model(config, shape, processes - own, gpu, per_node)
+        taught = Batch.of(max(1, round(responses * taught_share(config, teacher))), lengths)
+        once = pass_seconds(model, taught, LOG_PROBS)
+        seconds["log_probs"] = add(seconds["log_probs"], add(once, times=training.epochs))
     seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)
     if config.has_critic:
         critic = Model(as_critic(config), architecture, own or processes, gpu, per_node, has_value_head=True)
@@ -160,6 +162,14 @@ def trainer_seconds(
     if moved := _offload_seconds(config, memory, gpu):
         seconds["offload"] = moved
     return seconds
+
+
+def taught_share(config: Config, teacher: TeacherConfig) -> float:
+    """Return the share of a step's responses that a teacher reads: by the weights of data.sources, without them all."""
+    weights = {source.label: source.weight for source in config.data.sources}
+    if not teacher.sources or not weights:
+        return 1.0
+    return sum(weights.get(name, 0.0) for name in teacher.sources) / sum(weights.values())
 
 
 def generation_queue(

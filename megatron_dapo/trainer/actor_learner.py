@@ -132,6 +132,7 @@ class PolicyLearner:
         With `mismatch_gate`, nothing is trained unless the mean |old - rollout log-prob| is at most that many nats.
         Raises MismatchError, TooManySkips, and ValueError if a batch cannot be cut.
         """
+        self._refresh_teachers(train_step)
         with self._phases.phase("advantages"):
             mini_batches = self.cut_batch(samples, train_step)
         trained = _Trained(mini_batches)
@@ -148,6 +149,7 @@ class PolicyLearner:
 
         Equals `learn` on all samples, but `mismatch_gate` sees only the first part.
         """
+        self._refresh_teachers(train_step)
         trained = _Trained()
         begin = self._copy_weights() if self._needs_old else {}
         for samples in parts:
@@ -162,6 +164,15 @@ class PolicyLearner:
                 self._look_ahead(mini_batches, trained, mismatch_gate)
             self._make_steps(mini_batches, trained, train_step)
         return self._result(trained, train_step)
+
+    @property
+    def snapshots(self) -> dict[str, MegatronActor]:
+        """Return this rank's part of the teachers that are snapshots of the policy, by name."""
+        return {} if self._teachers is None else self._teachers.snapshots
+
+    def _refresh_teachers(self, train_step: int) -> None:
+        if self._teachers is not None:
+            self._teachers.refresh(train_step)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
         with self._models.on_device(POLICY):

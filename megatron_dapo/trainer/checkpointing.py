@@ -3,6 +3,7 @@
 policy_00000.safetensors, ...          each rank's policy parameters, fp32 main params, moments and steps; no replicas
 policy.json                            index of the slices of all tensors (`checkpoints.formats.saved_model`); any layout loads it
 critic_00000.safetensors, critic.json  the same for the critic, if there is one, numbered by the critic's ranks
+teacher_NAME_00000.safetensors, ...    parameters of each teacher with distillation.teachers.refresh_steps
 run.json                               counters and the measurements so far
 collector.json, collector.safetensors  prompt stream, replay buffer and unfinished responses; their tokens as tensors
 
@@ -121,6 +122,7 @@ class RunState:
     ) -> RunState:
         """Return this rank's part of what a checkpoint holds."""
         local = {POLICY: learner.local_actor, CRITIC: learner.local_critic}
+        local |= {f"teacher_{name}": model for name, model in learner.snapshots.items()}
         models = {name: model.saved_state for name, model in local.items() if model is not None}
         state = cls(progress, collector, models, {"progress": progress, "learner": learner.counters}, {})
         state.layouts["layout"] = asdict(topology.policy_layout)

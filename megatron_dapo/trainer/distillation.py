@@ -2,6 +2,7 @@
 
     teach(micro_batches)    each teacher's hidden states at the tokens that it teaches, kept in host memory
     loss(head, ...)         in the training pass: the divergence of the policy's head from the teachers', in tiles
+    refresh(train_step)     before a train step: teachers that are snapshots of the policy take its weights, if they are due
 
 Teacher and policy have one layout: the same rank holds the same words, tokens and stage of both.
 """
@@ -44,16 +45,28 @@ class Teachers:
         """`models`: by the names of distillation.models. `actor`: the policy."""
         self._section, self._temperature = config.distillation, config.rollout.temperature
         self._divergence, self._beta = config.distillation.divergence, config.distillation.beta
-        self._models, self._devices = models, devices
+        self._models, self._devices, self._actor = models, devices, actor
         self._keeps_weights = config.distillation.offload == "none"
         self._vocab_size = actor.architecture.vocab_size
         self._num_rows = padded_vocabulary(self._vocab_size, actor.layout.tensor) // actor.layout.tensor
         named = {source for teacher in self._section.models for source in teacher.sources}
-        self._sources = sorted(named | {source.name for source in config.data.sources if source.name})
+        self._sources = sorted(named | {source.label for source in config.data.sources})
         layout = actor.layout
         # Ranks of these layouts and of FP8 meet inside a pass, so all of them make it for every micro-batch.
         meets = layout.expert > 1 or layout.virtual_pipeline > 1 or config.precision.recipe.startswith("fp8")
         self._skips_untaught = not meets
+
+    @property
+    def snapshots(self) -> dict[str, MegatronActor]:
+        """Teachers whose weights change, by name."""
+        return {teacher.name: self._models[teacher.name] for teacher in self._section.snapshots}
+
+    def refresh(self, train_step: int) -> None:
+        """Let the snapshots that are due before `train_step`, from 0, take the policy's weights."""
+        for teacher in self._section.snapshots:
+            if train_step and train_step % teacher.refresh_steps == 0:
+                with self._devices.on_device(teacher_key(teacher.name), POLICY):
+                    self._models[teacher.name].take_weights(self._actor)
 
     def teach(self, micro_batches: Sequence[MicroBatch], sources: Sequence[Sequence[str]]) -> list[list[Lesson]]:
         """Return the lessons about each micro-batch. `sources`: data sources of its sequences."""

@@ -73,6 +73,11 @@ class Learner(ABC):
         """Return this rank's part of the critic, if it holds one."""
         return self.critic.critic if isinstance(self.critic, CriticLearner) else None
 
+    @property
+    def snapshots(self) -> dict[str, MegatronActor]:
+        """Return this rank's part of the teachers that are snapshots of the policy, by name."""
+        return self.policy.snapshots if isinstance(self.policy, PolicyLearner) else {}
+
     def learn(
         self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
     ) -> tuple[EstimatedBatch, LearnResult]:

@@ -41,6 +41,7 @@ def build(arguments: Mapping[str, Any], case: Mapping[str, Any], side: Mapping[s
         model=ModelSettings(dtype=case.get("dtype", "float32"), megatron=side.get("megatron", {})),
         optimizer=OptimizerConfig(on_host=side.get("on_host", False)),
         use_distributed_optimizer=side.get("distributed", True),
+        is_frozen=case.get("untrained", False),
     )
     layout = ParallelLayout(world_size=dist.get_world_size(), **side["layout"])
     return build_actor(Reference.read(arguments["references"], case["model"]), layout, settings)
@@ -62,7 +63,7 @@ def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     steps = {
         f"step/{stored.tensor}": torch.tensor(saved.read_step(stored.tensor, stored.file))
         for stored in saved.slices
-        if not any(stored.bounds.offset)
+        if saved.is_trained and not any(stored.bounds.offset)
     }
     return found | steps
 
@@ -76,8 +77,16 @@ def there_and_back(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     return [_case(arguments, case, Path(arguments["directory"]) / str(i)) for i, case in enumerate(arguments["cases"])]
 
 
+def scale(model: TrainedModel, seeds: list[int]) -> list[tuple[float, float]]:
+    """Change the weights of a model that is not trained."""
+    with torch.no_grad():
+        for parameter in model.named_local_parameters().values():
+            parameter.mul_(1.5)
+    return [(0.0, 1.0)]
+
+
 def _case(arguments: Mapping[str, Any], case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    steps = critic_checks.train if case.get("critic") else train
+    steps = scale if case.get("untrained") else critic_checks.train if case.get("critic") else train
     first = build(arguments, case, case["source"])
     steps(first, [10, 11][: case.get("steps", 2)])
     save(first, directory / "first")

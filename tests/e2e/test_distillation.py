@@ -1,4 +1,4 @@
-"""Distillation from two teachers, one of another size and padding: every layout makes the steps that one process makes, across a
+"""Distillation from three teachers, one of another size and padding, one a snapshot of the policy: every layout makes the steps that one process makes, across a
 resume as well, and no group of a teacher's prompts is filtered."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COMPARED = (
     "actor/entropy",
     "distillation/teacher/wide/divergence",
     "distillation/teacher/self/divergence",
+    "distillation/teacher/snapshot/divergence",
     "distillation/source/books/divergence",
 )
 
@@ -55,6 +56,7 @@ def settings(directory: Path, divergence: str = "js") -> tuple[str, ...]:
     teachers = (
         f'{{name = "wide", path = "{directory / "wide"}", sources = ["books"], weight = 0.5}}',
         '{name = "self", sources = ["games"], rl = true}',
+        '{name = "snapshot", sources = ["games"], refresh_steps = 2, weight = 0.2}',
     )
     sources = (f'{{path = "{directory / name}.jsonl", name = "{name}"}}' for name in ("books", "games"))
     return (
@@ -76,25 +78,28 @@ def run(recipe: Path, directory: Path, layout: str, num_steps: int) -> list[dict
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The recipe, and three uninterrupted steps of one process."""
+    """The recipe, and four uninterrupted steps of one process."""
     directory = tmp_path_factory.mktemp("alone")
     recipe = write_recipe(directory)
     write_teacher(directory / "wide", Path(__file__).parents[2] / "examples" / "quickstart" / "base_model")
-    steps = run(recipe, directory / "run", "tp1", 3)
-    assert len(steps) == 3
+    steps = run(recipe, directory / "run", "tp1", 4)
+    assert len(steps) == 4
     assert all(step["distillation/teacher/wide/divergence"] > 0.05 for step in steps)
     assert all(step["rollout/source/books/groups_filtered_share"] == 0 for step in steps), "a teacher needs no contrast"
     # The policy starts as its own teacher: at first it has nothing to learn from it.
     assert steps[0]["distillation/teacher/self/divergence"] < 1e-3 < steps[0]["distillation/teacher/wide/divergence"]
+    by_self, by_snapshot = ([step[f"distillation/teacher/{name}/divergence"] for step in steps] for name in ("self", "snapshot"))
+    # Until the third step the snapshot is the policy as it started, then the policy as that step begins.
+    assert by_snapshot[:2] == by_self[:2] and by_snapshot[2] < 0.5 * by_self[2] and by_snapshot[3] < by_self[3]
     return recipe, directory / "run"
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", pytest.param("dp2", marks=pytest.mark.long)])
 @pytest.mark.long
-def test_two_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
+def test_three_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
     recipe, expected = alone
-    assert len(run(recipe, tmp_path / "run", layout, 2)) == 2
-    steps = run(recipe, tmp_path / "run", layout, 3)
+    assert len(run(recipe, tmp_path / "run", layout, 3)) == 3
+    steps = run(recipe, tmp_path / "run", layout, 4)  # with the snapshot of the second step
     assert trained_responses(tmp_path / "run") == trained_responses(expected)
     for step, right in zip(steps, lines_of(expected / "metrics.jsonl"), strict=True):
         for name in COMPARED:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file
+from megatron_dapo.checkpoints.formats.saved_model import SavedModel, model_names
 from megatron_dapo.checkpoints.state_difference import compare_states
 from megatron_dapo.engines.sglang.ports import reserve_port
 from megatron_dapo.launch.local import torchrun_command
@@ -21,7 +21,6 @@ from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, make_plan
 from tools.resume_proof.compare_runs import document_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("policy", "critic")
 
 
 def moved_state_differences(
@@ -29,7 +28,7 @@ def moved_state_differences(
 ) -> Iterator[str]:
     """Load `checkpoint` in another layout, save it to `directory`, and yield one line for each difference of the two.
 
-    All kinds of tensors (parameters, fp32 main params, moments, steps) of policy and critic are compared bit by bit, and counters,
+    All kinds of tensors (parameters, fp32 main params, moments, steps) of all models are compared bit by bit, and counters,
     prompt stream, replay buffer and unfinished responses value by value.
     """
     moved = directory / "checkpoints" / checkpoint.name
@@ -56,7 +55,7 @@ def moved_state_differences(
 
 
 def _differences(first: Path, second: Path) -> Iterator[str]:
-    names = [[name for name in MODELS if (one / index_file(name)).is_file()] for one in (first, second)]
+    names = [model_names({file.name for file in one.iterdir()}) for one in (first, second)]
     if names[0] != names[1]:
         yield f"{second}: holds {names[1]}, {first} {names[0]}"
         return

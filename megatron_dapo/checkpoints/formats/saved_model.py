@@ -10,7 +10,7 @@ slice. The scalar "step/model.norm.weight" is in the file with the tensor's firs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ class OtherModelError(ValueError):
     """A saved state belongs to a different model; the message names the first tensor that differs."""
 
 
-def kinds_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
+def kinds_of(dtype: torch.dtype, is_trained: bool = True) -> dict[str, torch.dtype]:
     """Return the type of each kind of tensor of a model with parameters of `dtype`. An fp32 parameter is itself the
-    main param."""
+    main param, and a model that is not trained has only parameters."""
+    if not is_trained:
+        return {PARAMETER: dtype}
     main = {} if dtype == torch.float32 else {MAIN: torch.float32}
     return {PARAMETER: dtype, **main, **dict.fromkeys(MOMENTS, torch.float32)}
 
@@ -52,6 +54,12 @@ def index_file(name: str) -> str:
     return f"{name}.json"
 
 
+def model_names(files: Collection[str]) -> list[str]:
+    """Return the names of the models that the files of a checkpoint hold, the policy's first."""
+    names = [file.removesuffix(".json") for file in files if file.endswith(".json")]
+    return sorted((name for name in names if rank_file(name, 0) in files), key=lambda name: (name != "policy", name))
+
+
 def slice_name(tensor: str, bounds: Slice) -> str:
     """Return the name of a slice of a tensor, e.g. "model.norm.weight[0:64]"."""
     return f"{tensor}{bounds}"
@@ -62,6 +70,7 @@ def state_index(
     parallel: ParallelLayout,
     distributed: bool,
     slices: Mapping[str, Iterable[Shard]],
+    is_trained: bool = True,
 ) -> dict[str, Any]:
     """Return the index of a model that is saved as `slices` of each file."""
     [dtype] = {spec.dtype for spec in tensors.values()}
@@ -70,7 +79,7 @@ def state_index(
         "version": VERSION,
         "layout": asdict(parallel),
         "distributed_optimizer": distributed,
-        "kinds": {kind: CODE_OF_DTYPE[each] for kind, each in kinds_of(dtype).items()},
+        "kinds": {kind: CODE_OF_DTYPE[each] for kind, each in kinds_of(dtype, is_trained).items()},
         "tensors": {name: list(spec.shape) for name, spec in tensors.items()},
         "files": {file: [slice_name(each.tensor, each.bounds) for each in found] for file, found in slices.items()},
     }
@@ -100,7 +109,7 @@ class SavedModel(StoredModel):
         document = _read_index(path)
         with blamed_on(path):
             self.kinds = {str(kind): DTYPE_OF_CODE[code] for kind, code in document["kinds"].items()}
-            if self.kinds != kinds_of(self.kinds[PARAMETER]):
+            if self.kinds not in [kinds_of(self.kinds[PARAMETER], is_trained) for is_trained in (True, False)]:
                 raise ValueError(f"kinds are {one_line(document['kinds'], 200)}")
             self.specs = {
                 str(tensor): TensorSpec(_shape(shape), self.kinds[PARAMETER])
@@ -112,6 +121,11 @@ class SavedModel(StoredModel):
                 _stored_slice(text, str(file), self.specs) for file, texts in document["files"].items() for text in texts
             ]
             _check_complete(self.slices, self.specs)
+
+    @property
+    def is_trained(self) -> bool:
+        """False if it has only parameters: no main params, moments or steps."""
+        return MOMENTS[0] in self.kinds
 
     def reader(self, file: str) -> SafetensorsReader:
         if file not in self._readers:

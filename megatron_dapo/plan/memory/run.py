@@ -29,7 +29,7 @@ from megatron_dapo.plan.memory.engine import (
     engine_memory,
 )
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT, WORKSPACES, ModelMemory, model_memory
-from megatron_dapo.plan.memory.parameters import ITEM_SIZES, padded_vocabulary
+from megatron_dapo.plan.memory.parameters import ITEM_SIZES, checkpoint_bytes, num_parameters, padded_vocabulary
 from megatron_dapo.rounding import GIB
 
 FRAGMENTATION = 0.05  # share of the trainer's tensors lost to allocator fragmentation
@@ -162,6 +162,13 @@ def _roles(
     communication = WORKSPACES + _groups(config, architecture, processes, cluster) + overlap
     batch = batch_bytes(config, architecture, processes - own)
     return _Roles(config, policy, critic, reference, teachers, engine, bool(own), shares, communication, batch, heads, lessons)
+
+
+def run_checkpoint_bytes(config: Config, architecture: ModelArchitecture) -> int:
+    """Return the unique bytes of a run's models in a checkpoint: policy, critic, and weights of teachers that are snapshots."""
+    dtype = config.model.dtype
+    trained = checkpoint_bytes(architecture, dtype) + config.has_critic * checkpoint_bytes(architecture, dtype, has_value_head=True)
+    return trained + len(config.distillation.snapshots) * num_parameters(architecture) * ITEM_SIZES[dtype]
 
 
 def teacher_architectures(config: Config, policy: ModelArchitecture) -> list[ModelArchitecture]:

@@ -40,6 +40,9 @@ def test_the_critic_and_what_is_kept_for_good_come_on_top(tmp_path: Path) -> Non
     critic = 14 * num_parameters(QWEN_32B, has_value_head=True)
     with_critic = checkpoint_space(config(tmp_path, algorithm={"name": "vapo"}), QWEN_32B, free=0)
     assert with_critic.needed == 3 * (one + critic)
+    teachers = {"teachers": [{"name": "start"}, {"name": "snapshot", "refresh_steps": 10}]}
+    distilled = checkpoint_space(config(tmp_path, distillation=teachers), QWEN_32B, free=0)
+    assert distilled.needed == 3 * (one + 2 * num_parameters(QWEN_32B)) and "1 x 2 weight of teachers" in distilled.formula
     kept = {"keep_every": 40, "keep_best": "eval/avg_at_k"}
     # 200 steps, 20 apart: 160 and 180 are the newest while 200 is written, 40, 80 and 120 stay, and the best one.
     assert checkpoint_space(config(tmp_path, kept), QWEN_32B, free=0).needed == (3 + 3 + 1) * one

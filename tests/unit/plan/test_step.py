@@ -24,17 +24,16 @@ QWEN3_32B = {
 }
 
 
-def planned(**rollout: Any) -> StepPlan:
-    """A step of Qwen3-32B on four nodes."""
+def planned(others: dict[str, Any] | None = None, **rollout: Any) -> StepPlan:
+    """A step of Qwen3-32B on four nodes. `others`: further sections."""
     sections = colocated(0.6, tp_size=4, servers_per_node=2)
     sections["rollout"] |= {"prompts_per_step": 64, "group_size": 32, "max_response_tokens": 3996, "filter_groups": False}
     sections["rollout"] |= rollout
+    sections |= {"data": {"max_prompt_tokens": 800}, "training": {"micro_batch_tokens": 4096, "mini_batch_prompts": 16}}
     config = run_of(
         model={"offload": "all"},
-        data={"max_prompt_tokens": 800},
-        training={"micro_batch_tokens": 4096, "mini_batch_prompts": 16},
         parallel={"tp_size": 4, "pp_size": 4, "sequence_parallel": True, "num_processes": 32},
-        **sections,
+        **sections | (others or {}),
     )
     return plan_step(config, parse_architecture(QWEN3_32B), 32, Cluster(4), GPUS["H100"], 3000)
 
@@ -59,3 +58,16 @@ def test_carried_responses_are_read_again() -> None:
     tokens = queue.running * (100 + 3000 / 2)
     assert again - prompts > 2 * 32.0e9 * tokens / (4 * GPUS["H100"].flops)
     assert prompts > 0
+
+
+def test_a_teacher_reads_the_share_of_its_sources_in_every_epoch() -> None:
+    def log_probs(teachers: list[dict[str, Any]], epochs: int = 1) -> float:
+        sources = [{"path": "math.jsonl", "weight": 3.0}, {"path": "chat.jsonl", "weight": 1.0}]
+        others = {"distillation": {"teachers": teachers}, "training": {"micro_batch_tokens": 4096, "mini_batch_prompts": 16, "epochs": epochs}}
+        others["data"] = {"max_prompt_tokens": 800, "train_paths": [], "sources": sources}
+        return sum(planned(others).seconds["log_probs"].values())
+
+    alone = log_probs([])
+    whole, math, twice = (log_probs([one], epochs) - alone for one, epochs in (({}, 1), ({"sources": ["math"]}, 1), ({}, 2)))
+    assert whole == pytest.approx(alone, rel=1e-6), "the policy's size"
+    assert math == pytest.approx(0.75 * whole, rel=0.05) and twice == pytest.approx(2 * whole)
