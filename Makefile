@@ -40,7 +40,7 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check insta
 TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py tests/unit/ops/test_fused_checksum.py
 MODELOPT_TESTS := tests/unit/quantization
 # `make test` runs these with the megatron-core of the CUDA lock (test-megatron), all others with that of the CPU lock.
-MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
+MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py tests/unit/megatron/test_latent_attention.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python
 SMOKE := runs/smoke-gpu

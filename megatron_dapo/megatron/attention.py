@@ -255,15 +255,16 @@ class PackedSequences(PackedSeqParams):
         return self._plans[window]
 
     def rotary_tables(
-        self, angles: torch.Tensor, dtype: torch.dtype, is_local: bool = False
+        self, angles: torch.Tensor, dtype: torch.dtype, is_local: bool = False, factor: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of every token, both [P_local, 1, head_dim], from every position's angles [longest, 1, 1,
-        head_dim] in global or in local layers."""
+        """Return cos and sin, times a factor, of every token, both [P_local, 1, head_dim], from every position's angles
+        [longest, 1, 1, head_dim] in global or in local layers."""
         if is_local not in self._rotary:
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
             # Round after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
-            cos, sin = (part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin()))
+            tables = (table.cos() * factor, table.sin() * factor)
+            cos, sin = (part.to(dtype).index_select(0, self.position_ids) for part in tables)
             self._rotary[is_local] = cos, sin
         return self._rotary[is_local]
 

@@ -1,4 +1,4 @@
-"""Layers with a mixture of experts: megatron-core's MoELayer with the routing of Qwen3-MoE models.
+"""Layers with a mixture of experts: megatron-core's MoELayer with the routing of Qwen3-MoE and DeepSeek-V3 models.
 
 The auxiliary losses of pre-training (load balancing, z-loss) are off: they would pull the policy away from the
 objective. Tokens are never dropped, so a token's output does not depend on the others in its micro-batch.
@@ -25,6 +25,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,16 +64,25 @@ class SoftmaxFirstRouter(TopKRouter):
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Map hidden [tokens, 1, h] to (weights fp32, chosen bool), both [tokens, experts]; weights are 0 if not chosen."""
-        logits = F.linear(hidden.flatten(0, -2), self.weight)
-        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.topk, dim=-1)
+        scores = self.scores(hidden.flatten(0, -2))
+        experts = self.choose(scores)
         if self.replayed is not None:
             experts = self._replay(experts, *self.replayed)
-            weights = probabilities.gather(1, experts)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
-        return torch.zeros_like(probabilities).scatter(1, experts, weights), chosen
+        weights = self.weigh(scores.gather(1, experts))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
+        return torch.zeros_like(scores).scatter(1, experts, weights), chosen
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden [tokens, h] to fp32 scores [tokens, experts]."""
+        return F.linear(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return each token's experts [tokens, k], given all scores."""
+        return scores.topk(self.topk, dim=-1).indices
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Map the chosen experts' scores [tokens, k] to the weights of their outputs."""
+        return scores / scores.sum(dim=-1, keepdim=True) if self.normalize else scores
 
     @torch.no_grad()
     def _replay(self, own: torch.Tensor, engines: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
@@ -80,6 +90,43 @@ class SoftmaxFirstRouter(TopKRouter):
         counts = torch.stack((is_known.sum() * self.topk, both))
         self.num_replayed = counts if self.num_replayed is None else self.num_replayed + counts
         return torch.where(is_known, engines, own)
+
+
+class GroupedSigmoidRouter(SoftmaxFirstRouter):
+    """Sigmoid scores, k experts of the best groups, and their scores scaled (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+    `expert_bias` is added to the scores only to choose. A group is as good as its two best experts. Everything is fp32,
+    as in transformers. megatron-core's router scores a group by k / groups experts and always divides by the sum.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
+        device = torch.cuda.current_device()
+        # Pre-training balances the experts' load by it. A parameter, so that it is loaded, synced and saved like the others.
+        bias = torch.empty(config.num_moe_experts, dtype=torch.float32, device=device)
+        self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden [tokens, h] to fp32 scores [tokens, experts]."""
+        return F.linear(hidden.float(), self.weight.float()).sigmoid()
+
+    @torch.no_grad()
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return each token's experts [tokens, k], given all scores."""
+        biased = scores + self.expert_bias
+        groups, num_kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if groups != num_kept:
+            grouped = biased.unflatten(-1, (groups, -1))
+            kept = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(num_kept, dim=-1).indices
+            is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, True)
+            biased = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+        return biased.topk(self.topk, dim=-1).indices
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Map the chosen experts' scores [tokens, k] to the weights of their outputs."""
+        # All k scores may underflow to 0.
+        divided = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) if self.normalize else scores
+        return divided * self.config.moe_router_topk_scaling_factor
 
 
 def replay_routing(chunk: GPTModel) -> None:
@@ -185,9 +232,12 @@ def experts_spec(
     column: type[ColumnParallelLinear] = ColumnParallelLinear,
     row: type[RowParallelLinear] = RowParallelLinear,
     is_grouped: bool = False,
+    router: type[SoftmaxFirstRouter] = SoftmaxFirstRouter,
 ) -> ModuleSpec:
-    """Specify the replacement for an MLP: the router and this rank's experts, made of the given linear classes, named
-    as in SequentialMLP or a grouped layer."""
+    """Specify the replacement for an MLP: the router, this rank's experts and the shared one, made of the given linear classes,
+    named as in SequentialMLP or a grouped layer."""
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     experts = ModuleSpec(module=GroupedExperts if is_grouped else SequentialMLP, submodules=mlp)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=SoftmaxFirstRouter))
+    # Not built unless the configuration gives it a size.
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router))

@@ -17,13 +17,15 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dapo.megatron.attention import LocalGlobalSelfAttention, PackedAttention, PackedSelfAttention
-from megatron_dapo.megatron.experts import SoftmaxFirstRouter, experts_spec
+from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter, experts_spec
 from megatron_dapo.megatron.gated_delta import GatedDeltaNet, GatedDeltaSubmodules
+from megatron_dapo.megatron.latent_attention import DuplicatedLinear, PackedLatentAttention
 from megatron_dapo.megatron.layers import (
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
@@ -97,18 +99,17 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     logger.debug("layers: Transformer Engine")
-    dense = _choose_attention(config, get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm))
+    attention = {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
+    dense = _choose_attention(config, get_gpt_layer_with_transformer_engine_spec(**attention))
     if config.sandwich_norms:
         return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
         return dense
     # Under FP8 both forms zero-pad an expert's tokens to a multiple of 16, and both accept an expert without tokens.
     sparse = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, **attention
     )
-    sparse = _choose_attention(config, route_softmax_first(sparse))
+    sparse = _choose_attention(config, route(config, sparse))
     specs = [sparse if has_experts(config, layer) else dense for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
@@ -147,36 +148,69 @@ def own_layer_spec(
 ) -> ModuleSpec:
     """Specify one layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts; or a
     gated delta net for the first three."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     row = linear.row_and_norm if config.sandwich_norms else linear.row
-    attention = SelfAttentionSubmodules(
-        linear_qkv=linear.column,
-        core_attention=PackedAttention,
-        linear_proj=row,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
-    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=row))
-    mixer = ModuleSpec(
-        module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-    )
+    if experts:
+        mlp = experts_spec(linear.expert_column, linear.expert_row, config.moe_grouped_gemm, router_class(config))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=row))
     if delta:
         mixer = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaSubmodules(linear.column, row))
+    else:
+        mixer = _own_latent_attention(linear) if config.multi_latent_attention else _own_attention(config, linear)
     submodules = TransformerLayerSubmodules(
+        # The fused projections of the other mixers have the norm inside.
+        input_layernorm=RMSNorm if config.multi_latent_attention else IdentityOp,
         self_attention=mixer,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
-        mlp=experts_spec(linear.expert_column, linear.expert_row, config.moe_grouped_gemm) if experts else dense,
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def route_softmax_first(layer: ModuleSpec) -> ModuleSpec:
-    """Put `SoftmaxFirstRouter` into a layer with experts that megatron-core has specified."""
+def _own_attention(config: GPTConfig, linear: LinearKinds) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=linear.column,
+        core_attention=PackedAttention,
+        linear_proj=linear.row_and_norm if config.sandwich_norms else linear.row,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return ModuleSpec(
+        module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )
+
+
+def _own_latent_attention(linear: LinearKinds) -> ModuleSpec:
+    """Specify multi-head latent attention. The norms of the compressed vectors are inside their expansions."""
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=DuplicatedLinear,
+        linear_q_up_proj=linear.column,
+        linear_kv_down_proj=DuplicatedLinear,
+        linear_kv_up_proj=linear.column,
+        core_attention=PackedAttention,
+        linear_proj=linear.row,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    return ModuleSpec(
+        module=PackedLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )
+
+
+def router_class(config: GPTConfig) -> type[SoftmaxFirstRouter]:
+    """Return the router of the model's layers with experts."""
+    return GroupedSigmoidRouter if config.moe_router_score_function == "sigmoid" else SoftmaxFirstRouter
+
+
+def route(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
+    """Put our router into a layer with experts that megatron-core has specified."""
     submodules = layer.submodules
     assert isinstance(submodules, TransformerLayerSubmodules), f"not a transformer layer: {submodules}"
-    submodules_of(submodules.mlp).router = SoftmaxFirstRouter
+    submodules_of(submodules.mlp).router = router_class(config)
     return layer
 
 

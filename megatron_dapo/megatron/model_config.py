@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_dapo.config.megatron_options import field_table, options_for
 from megatron_dapo.config.model_schema import PrecisionConfig
@@ -65,6 +66,27 @@ class GPTConfig(TransformerConfig):
     def num_fp8_layers(self) -> int:
         """Number of layers of the whole model that compute in FP8."""
         return sum(has_fp8(self.precision, layer, self.num_layers) for layer in range(self.num_layers))
+
+
+@dataclass
+class LatentGPTConfig(GPTConfig, MLATransformerConfig):
+    """The configuration of a model with multi-head latent attention. Its norms of the compressed vectors are megatron-core's
+    `qk_layernorm`."""
+
+    multi_latent_attention: bool = True
+    qk_layernorm: bool = True
+
+    def __post_init__(self) -> None:
+        # megatron-core's attention layer computes these two itself, ours reads them.
+        self.kv_channels = self.v_head_dim
+        factor = yarn_factor(self.rotary_scaling_factor, self.mscale_all_dim) if self.rope_type == "yarn" else 1.0
+        self.softmax_scale = factor**2 * (self.qk_head_dim + self.qk_pos_emb_head_dim) ** -0.5
+        super().__post_init__()
+
+
+def yarn_factor(scaling_factor: float, weight: float) -> float:
+    """Return YaRN's factor of attention (arXiv:2309.00071, eq. 22), whose logarithm has the given weight."""
+    return 0.1 * weight * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0
 
 
 def describe_precision(config: GPTConfig) -> str:

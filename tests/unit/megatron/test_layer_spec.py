@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.identity_op import IdentityOp
@@ -11,9 +12,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dapo.megatron.experts import SoftmaxFirstRouter
+from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter
 from megatron_dapo.megatron.implementations import _mlp_modules, _names
-from megatron_dapo.megatron.layer_spec import class_of, route_softmax_first, submodules_of
+from megatron_dapo.megatron.layer_spec import class_of, route, submodules_of
 
 
 class Built(MLP):
@@ -35,13 +36,14 @@ def test_a_dense_layer_in_either_form(mlp) -> None:
     assert _names(*_mlp_modules(layer)).endswith("Built, megatron-core MLP")
 
 
+@pytest.mark.parametrize(("scores", "router"), [("softmax", SoftmaxFirstRouter), ("sigmoid", GroupedSigmoidRouter)])
 @pytest.mark.parametrize("form", [lambda parts: ModuleSpec(module=MoELayer, submodules=parts), partial])
-def test_the_router_of_experts_in_either_form(form) -> None:
+def test_the_router_of_experts_in_either_form(form, scores: str, router: type) -> None:
     parts = MoESubmodules(experts=IdentityOp)
     mlp = form(parts) if form is not partial else partial(MoELayer, submodules=parts)
     layer = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(mlp=mlp))
-    route_softmax_first(layer)
-    assert parts.router is SoftmaxFirstRouter and class_of(mlp) is MoELayer
+    route(SimpleNamespace(moe_router_score_function=scores), layer)
+    assert parts.router is router and class_of(mlp) is MoELayer
     assert _mlp_modules(layer) == (mlp, IdentityOp)
 
 
