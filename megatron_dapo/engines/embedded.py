@@ -34,9 +34,16 @@ from megatron_dapo.engines.base import (
     max_new_tokens_of,
 )
 from megatron_dapo.engines.compiled_decoder import CompiledDecoder, compiled_for
-from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts, window_of
+from megatron_dapo.engines.embedded_model import (
+    check_config,
+    empty_model,
+    has_recurrent_layers,
+    stored_parts,
+    window_of,
+)
 from megatron_dapo.engines.kept_contexts import KeptContext, KeptContexts
 from megatron_dapo.engines.prefill import Prefill
+from megatron_dapo.engines.recurrent_states import RecurrentStates
 from megatron_dapo.engines.row_state import COLUMN, PREFIX_SLOT, TOKEN, RowState
 from megatron_dapo.engines.slot_cache import SlotCache
 from megatron_dapo.engines.transformers_decoder import TransformersDecoder
@@ -120,6 +127,9 @@ class EmbeddedEngine:
     def _allocate(self, config: PreTrainedConfig) -> None:
         settings, device = self.settings, self.settings.device
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        states = None
+        if has_recurrent_layers(config):
+            states = RecurrentStates(config, settings.max_slots, settings.dtype, device)
         self._cache = SlotCache(
             config.num_hidden_layers,
             settings.max_slots,
@@ -128,6 +138,7 @@ class EmbeddedEngine:
             head_dim,
             dtype=settings.dtype,
             device=device,
+            states=states,
         )
         self._prefill = Prefill(self._model, self._cache, self._window, settings.prefill_tokens)
         self._state = RowState(settings.max_slots, settings.max_length, device)
@@ -262,7 +273,8 @@ class EmbeddedEngine:
         num_tokens = int(self._state.integers[COLUMN, row.index])
         tokens = row.prefix.tokens + tuple(self._state.tokens[row.index, :num_tokens].tolist())
         stored = self._cache.context(row.prefix.index, row.prefix.length, row.index, num_tokens)
-        self._kept.keep(row.request.affinity[0], KeptContext(tokens, stored))
+        states = self._cache.states.of_row(row.index) if self._cache.states is not None else ()
+        self._kept.keep(row.request.affinity[0], KeptContext(tokens, stored, states))
 
     def _reason(self, index: int) -> FinishReason:
         """ "stop" if the last token is a stop id, also at the length limit."""
@@ -345,6 +357,8 @@ class EmbeddedEngine:
             [request.sampling for request in requests],
         )
         self._add_prefixes(prefixes, kept)
+        if self._cache.states is not None:
+            self._cache.states.start_rows(new[0].index, [row.prefix.index for row in new])
         self._rows.extend(new)
         self._refresh()
 

@@ -10,12 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from megatron_dapo.engines.recurrent_states import DELTA
 from megatron_dapo.engines.slot_cache import register_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # kinds of layers, which transformers gives a mask each
+# Kinds of layers, besides global attention, whose caches the engine has.
+SUPPORTED_KINDS = {
+    "gemma3_text": {LOCAL},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {DELTA}),
+}
 # transformers' fused parameter of a layer's experts -> the projections it is made of.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -23,7 +29,7 @@ _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 def check_config(config: PreTrainedConfig) -> None:
     """ValueError for attention that a cache of whole columns cannot serve."""
     kinds = set(getattr(config, "layer_types", None) or [GLOBAL])
-    supported = {GLOBAL, LOCAL} if config.model_type == "gemma3_text" else {GLOBAL}
+    supported = {GLOBAL} | SUPPORTED_KINDS.get(config.model_type, set())
     if not kinds <= supported:
         raise ValueError(
             f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, only full_attention is supported; "
@@ -38,6 +44,11 @@ def check_config(config: PreTrainedConfig) -> None:
             f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) "
             "is not supported"
         )
+
+
+def has_recurrent_layers(config: PreTrainedConfig) -> bool:
+    """Return True if some layers keep a state of fixed size in place of keys and values."""
+    return DELTA in (getattr(config, "layer_types", None) or ())
 
 
 def window_of(config: PreTrainedConfig) -> int | None:

@@ -10,10 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class KeptContext:
-    """A context and the keys and values of all its tokens but the last: [layers, 2, kv_heads, len(tokens) - 1, head_dim]."""
+    """A context and the keys and values of all its tokens but the last: [layers, 2, kv_heads, len(tokens) - 1, head_dim].
+    `states`: what recurrent layers have there (`RecurrentStates.of_row`).
+    """
 
     tokens: tuple[int, ...]
     stored: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
 
     @property
     def length(self) -> int:

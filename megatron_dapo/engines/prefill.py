@@ -51,8 +51,12 @@ class Prefill:
         Those of one kind and similar length are computed together, so they should be next to each other.
         """
         fillings = [_Filling(slot + place, tokens[:-1], kept[place]) for place, tokens in enumerate(contexts)]
+        states = self._cache.states
+        if states is not None:
+            states.clear_prefixes(slice(slot, slot + len(contexts)))
         for is_kept, same in groupby(fillings, key=lambda filling: filling.kept is not None):
-            for chunk in _chunks([filling for filling in same if filling.num_new], self._max_tokens):
+            new = [filling for filling in same if filling.num_new]
+            for chunk in _chunks(new, self._max_tokens, any_lengths=states is None):
                 self._extend(chunk) if is_kept else self._compute(chunk)
 
     def _compute(self, fillings: list[_Filling]) -> None:
@@ -68,6 +72,8 @@ class Prefill:
         for filling in fillings:
             assert filling.kept is not None, "only a kept context can be extended"
             self._cache.write_prefix(filling.slot, filling.kept.stored)
+            if self._cache.states is not None:
+                self._cache.states.write_prefix(filling.slot, filling.kept.states)
         new = self._integers([filling.num_new for filling in fillings])
         lengths = [len(filling.tokens) for filling in fillings]
         tokens = self._padded([filling.tokens[-filling.num_new :] for filling in fillings])
@@ -102,13 +108,15 @@ class Prefill:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _chunks(fillings: list[_Filling], max_tokens: int) -> list[list[_Filling]]:
-    """Fillings in order, cut so that count x most new tokens stays within max_tokens (a single one may exceed it)."""
+def _chunks(fillings: list[_Filling], max_tokens: int, any_lengths: bool) -> list[list[_Filling]]:
+    """Fillings in order, cut so that count x most new tokens stays within max_tokens (a single one may exceed it). Unless they
+    may have any lengths, all of a chunk have as many new tokens: padding would change a recurrent state."""
     chunks: list[list[_Filling]] = []
     most = 0
     for filling in fillings:
+        is_alike = any_lengths or filling.num_new == most
         most = max(most, filling.num_new)
-        if chunks and (len(chunks[-1]) + 1) * most <= max_tokens:
+        if chunks and is_alike and (len(chunks[-1]) + 1) * most <= max_tokens:
             chunks[-1].append(filling)
         else:
             chunks.append([filling])

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface, Cache
 
+from megatron_dapo.engines.recurrent_states import LayerState, RecurrentStates
+
 ATTENTION_NAME = "slot_rows"
 WIDTH_STEP = 64  # columns the prefix slots grow by
 FEW_COLUMNS = 512  # over all slots of a run: reading them in vain costs less than another product
@@ -151,6 +153,7 @@ class _Extension:
 
 class SlotCache(Cache):
     """Buffers [layers, 2, slots, kv_heads, columns, head_dim] for responses and for prefixes; three modes of writing.
+    `states`: of the layers without keys and values, which the buffers leave out.
 
     `begin_decode`: one new token a row for rows [0, B), each at its own response column.
     `begin_prefill`: whole prompts for some prefix slots; attention sees just the prompts.
@@ -167,8 +170,15 @@ class SlotCache(Cache):
         *,
         dtype: torch.dtype,
         device: str,
+        states: RecurrentStates | None = None,
     ):
         super().__init__(layers=[])
+        self.states = states
+        self._visible: dict[int, LayerState] = {}
+        without = states.layers if states is not None else []
+        with_keys = [layer for layer in range(num_layers) if layer not in without]
+        self._places = {layer: place for place, layer in enumerate(with_keys)}  # in the buffers
+        num_layers = len(self._places)
         # Zeros, not empty: a masked column still enters 0 x value, which must not be NaN. On a CPU untouched pages cost
         # no memory.
         self.responses = torch.zeros(
@@ -188,6 +198,8 @@ class SlotCache(Cache):
     def reserve_prefixes(self, num_prefixes: int, width: int) -> None:
         """Have at least `num_prefixes` prefix slots of `width` columns; what they hold is kept."""
         layers, two, slots, heads, columns, head_dim = self.prefixes.shape
+        if self.states is not None:
+            self.states.reserve_prefixes(num_prefixes)
         if num_prefixes <= slots and width <= columns:
             return
         if num_prefixes > slots:
@@ -204,6 +216,8 @@ class SlotCache(Cache):
         """
         num_rows = columns.numel()
         self._extension = None
+        if self.states is not None:
+            self._show(self.states.show_rows(num_rows))
         self._cells = (self._first_column[:num_rows] + columns[:, None]).view(-1)
         responses = self.responses[:, :, :num_rows, :, :span].unbind(0)
         prefixes = self.prefixes[:, :, : sharing.num_prefixes, :, :prefix_span].unbind(0)
@@ -215,6 +229,8 @@ class SlotCache(Cache):
     def begin_prefill(self, slots: slice) -> None:
         """The next forward pass holds whole prompts (padded on the right) for these prefix slots."""
         self._cells = self._extension = None
+        if self.states is not None:
+            self._show(self.states.show_prefixes(slots, continues=False))
         self._prefill_slots = slots
 
     def begin_extend(self, slots: slice, columns: torch.Tensor, in_use: torch.Tensor) -> None:
@@ -222,6 +238,8 @@ class SlotCache(Cache):
         bool mask `in_use` [n, L] are padding, which is not stored. Attention reads columns up to the last one in use.
         """
         self._cells = None
+        if self.states is not None:
+            self._show(self.states.show_prefixes(slots, continues=True))
         rows, places = in_use.nonzero(as_tuple=True)
         written = columns[rows, places]
         self._extension = _Extension(slots, int(written.max()) + 1, rows, places, written)
@@ -230,6 +248,7 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]:
         """Store [B, kv_heads, L, head_dim] and return what attention has to read."""
+        layer_idx = self._places[layer_idx]
         if self._extension is not None:
             return (
                 self._extension.write(self.prefixes[layer_idx, 0], key_states),
@@ -245,6 +264,22 @@ class SlotCache(Cache):
         values.index_copy_(0, self._cells, value_states.reshape(self._cells.numel(), -1))
         return self._stored[layer_idx]
 
+    def _show(self, states: dict[int, LayerState]) -> None:
+        self._visible = states
+        self.layers = states  # type: ignore[assignment] # transformers' layers index it by their number
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        """Return True if the next forward pass continues states."""
+        return self.states is not None and self.states.continues
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **kwargs: object) -> torch.Tensor:
+        """Store the last inputs [n, channels, kernel size] of a layer's convolution."""
+        return self._visible[layer_idx].conv_states.copy_(conv_states)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **kwargs: object) -> torch.Tensor:
+        """Store the states [n, heads, K, V] of a layer."""
+        return self._visible[layer_idx].recurrent_states.copy_(recurrent_states)
+
     def context(self, slot: int, prefix_length: int, row: int, num_tokens: int) -> torch.Tensor:
         """Return a copy [layers, 2, kv_heads, prefix_length + num_tokens, head_dim] of a prefix and the response after it."""
         prefix = self.prefixes[:, :, slot, :, :prefix_length]
@@ -257,10 +292,14 @@ class SlotCache(Cache):
     def move_response(self, source: int, slot: int, length: int) -> None:
         """Overwrite columns [0, length) of response slot `slot` by those of `source`."""
         self.responses[:, :, slot, :, :length] = self.responses[:, :, source, :, :length]
+        if self.states is not None:
+            self.states.move_row(source, slot)
 
     def move_prefix(self, source: int, slot: int, length: int) -> None:
         """Overwrite columns [0, length) of prefix slot `slot` by those of `source`."""
         self.prefixes[:, :, slot, :, :length] = self.prefixes[:, :, source, :, :length]
+        if self.states is not None:
+            self.states.move_prefix(source, slot)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given explicitly

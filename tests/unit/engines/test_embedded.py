@@ -13,8 +13,10 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megatron_dapo.engines import embedded
@@ -63,6 +65,26 @@ CONFIGS = {
         },
     ),
     "gemma3": lambda: Gemma3TextConfig(**SIZES, **GEMMA3),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**{**SIZES, **DELTA}, tie_word_embeddings=True),
+    "qwen3 next": lambda: Qwen3NextConfig(**{**SIZES, **DELTA}, **EXPERTS, tie_word_embeddings=False),
+}
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+}
+CACHES = ["qwen2 tied", "qwen3.5"]  # keys and values only, and states
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "norm_topk_prob": True,
 }
 GEMMA3 = {
     "head_dim": 16,
@@ -181,8 +203,9 @@ def test_greedy_equals_generate() -> None:
 
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
-def test_a_sample_depends_on_its_seed_not_on_its_batch(num_slots: int) -> None:
-    model = reference_model()
+@pytest.mark.parametrize("name", CACHES)
+def test_a_sample_depends_on_its_seed_not_on_its_batch(name: str, num_slots: int) -> None:
+    model = reference_model(name)
     requests = make_requests(5)
     expected = make_engine(model)
     expected.submit(requests)
@@ -233,8 +256,9 @@ def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("decoder")
-def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
-    old, new = reference_model(seed=0), reference_model(seed=1)
+@pytest.mark.parametrize("name", CACHES)
+def test_a_weight_update_in_the_middle_gives_two_version_ranges(name: str) -> None:
+    old, new = reference_model(name, seed=0), reference_model(name, seed=1)
     engine = make_engine(old)
     prompt = tuple(range(10, 20))
     request = GenerationRequest("a", prompt, SamplingParams(max_new_tokens=12), seed=3)
@@ -254,8 +278,9 @@ def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
     check_against_forward(new, late, completions["b"])
 
 
-def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample() -> None:
-    model = reference_model()
+@pytest.mark.parametrize("name", CACHES)
+def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample(name: str) -> None:
+    model = reference_model(name)
     requests = [replace(r, sampling=SamplingParams(max_new_tokens=40)) for r in make_requests(4, group_size=3)]
     whole = make_engine(model)
     whole.submit(requests)
@@ -283,9 +308,10 @@ def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample()
 
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("num_slots", [3, 64])
-def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int) -> None:
+@pytest.mark.parametrize("name", CACHES)
+def test_a_response_continued_twice_equals_the_uninterrupted_one(name: str, num_slots: int) -> None:
     """Prefixes of several lengths, in batches with others, with stop ids: token by token."""
-    model = reference_model()
+    model = reference_model(name)
     requests = [replace(r, sampling=replace(r.sampling, max_new_tokens=40)) for r in make_requests(4, group_size=3)]
     whole = make_engine(model)
     whole.submit(requests)
