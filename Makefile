@@ -11,6 +11,7 @@
 # make smollm2-gpu [ENGINE_PYTHON=...] [ARGS="--seconds 3000"]   SmolLM2 on one GPU: DAPO, GRPO, VAPO, T-PPO and TRL, three seeds
 # make test [JOBS=2]                                           the test suite without TRL, virtual clusters and tests marked long
 # make environments test-unit test-processes test-megatron test-extra   its parts: what it installs, and the tests
+# make test-families                                           what every model family passes (docs/new_family.md)
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents [BUDGET_S=540] [ENGINE_PYTHON=...] [RESULTS=...]   what a borrowed H100 is to show, in order of value
@@ -54,7 +55,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-families test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -147,7 +148,10 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
-	$(call pytest,$@,tests/unit $(addprefix --ignore ,$(MEGATRON_TESTS)) $(BESIDE) -m "not long")
+	$(call pytest,$@,tests/unit tests/families $(addprefix --ignore ,$(MEGATRON_TESTS)) $(BESIDE) -m "not long")
+
+test-families: .venv .venv-sglang
+	$(call pytest,$@,$(BESIDE) tests/families tests/engine/test_sglang_layout.py)
 
 test-triton: .venv .venv-triton
 	$(call pytest,$@,$(BESIDE) -m "not long" $(TRITON_TESTS),PYTHONPATH=.venv-triton)

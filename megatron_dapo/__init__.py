@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_dapo.config.rules import ConfigError as ConfigError
     from megatron_dapo.hooks import Callback as Callback
     from megatron_dapo.hooks import HookError as HookError
-    from megatron_dapo.models.families import Family as Family
+    from megatron_dapo.models.family import Family as Family
     from megatron_dapo.rewards.result import RewardResult as RewardResult
     from megatron_dapo.rewards.result import RewardSample as RewardSample
     from megatron_dapo.types import Group as Group
@@ -31,7 +31,7 @@ _PUBLIC = {
     "AdvantageInputs": "algorithms.advantages",
     "Callback": "hooks",
     "ConfigError": "config.rules",
-    "Family": "models.families",
+    "Family": "models.family",
     "Group": "types",
     "HookError": "hooks",
     "PolicyLossInputs": "algorithms.policy_loss_inputs",

@@ -140,7 +140,7 @@ class RandomReader:
 
     def __init__(self, seed: int, architecture: ModelArchitecture) -> None:
         self._seed = seed
-        self._norm = 1.0 if architecture.gemma3 is None else 0.0  # Gemma 3 stores the difference from 1
+        self._norm = 0.0 if architecture.zero_centered_norms else 1.0
         # Slices of one tensor are read one after another, so keeping the last tensor avoids making it again.
         self._name = ""
         self._tensor = torch.zeros(0)

@@ -35,7 +35,8 @@ from megatron_dapo.checkpoints.layouts.state import is_frozen
 from megatron_dapo.megatron.experts import forget_dispatched_tokens, normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
-from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
+from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.models.blocks import RopeScaling
 from megatron_dapo.ops.value import token_values
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.memory import padded_vocabulary
@@ -147,7 +148,7 @@ def _build_chunk(
             vp_stage=vp_stage,
         )
     chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
-    if architecture.gemma3 is not None and chunk.pre_process:
+    if architecture.scales_embedding and chunk.pre_process:
         # Round to the model's type, as in the models' training.
         scale = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
         chunk.embedding.register_forward_hook(lambda embedding, inputs, output: output * scale)
@@ -240,10 +241,9 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 def rotary_frequencies(architecture: ModelArchitecture) -> torch.Tensor:
     """Return the inverse frequencies of all layers, [head_dim / 2] fp32; those of local layers follow, if there are any."""
     wide = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
-    gemma3 = architecture.gemma3
-    if gemma3 is None or not gemma3.local_layers:
+    if architecture.local is None:
         return wide
-    return torch.cat((wide, inverse_frequencies(architecture.head_dim, gemma3.local_rope_theta, None)))
+    return torch.cat((wide, inverse_frequencies(architecture.head_dim, architecture.local.rope_theta, None)))
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

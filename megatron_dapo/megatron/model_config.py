@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -112,7 +112,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
-        **_gemma3_fields(architecture),
+        **_window_fields(architecture),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
         "params_dtype": dtype,
@@ -141,12 +141,12 @@ def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) 
     cuda, has_transformer_engine = torch.cuda.is_available(), uses_transformer_engine()
     return {
         "bias_dropout_fusion": cuda,
-        "bias_activation_fusion": cuda and architecture.gemma3 is None,
+        "bias_activation_fusion": cuda and architecture.activation == "silu",
         # Our packed attention reads no mask; persistent layer norms are LayerNorms.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Without it, the angles are applied sequence by sequence in Python. Gemma 3 has two bases.
-        "apply_rope_fusion": has_transformer_engine and architecture.gemma3 is None,
+        # Without it, the angles are applied sequence by sequence in Python. It knows a single rotary base.
+        "apply_rope_fusion": has_transformer_engine and architecture.local is None,
         # The matrix product adds weight gradients to the fp32 sum.
         "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
         # One call computes all experts of a rank: 128 calls would keep the device waiting for Python. Not yet run with
@@ -230,8 +230,11 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "qk_layernorm": architecture.qk_norm,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu if architecture.gemma3 is None else gelu_tanh,
+        "activation_func": _ACTIVATIONS[architecture.activation],
         "add_bias_linear": False,
+        "sandwich_norms": architecture.sandwich_norms,
+        "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
+        "softmax_scale": architecture.attention_scale,
         # Dropout would make the log-probs of the old policy and of training disagree.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -264,17 +267,19 @@ def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def _gemma3_fields(architecture: ModelArchitecture) -> dict[str, Any]:
-    gemma3 = architecture.gemma3
-    if gemma3 is None:
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu_tanh": gelu_tanh}
+)
+
+
+def _window_fields(architecture: ModelArchitecture) -> dict[str, Any]:
+    local = architecture.local
+    if local is None:
         return {}
     return {
-        "sandwich_norms": True,
-        "layernorm_zero_centered_gamma": True,
-        "softmax_scale": gemma3.attention_scale,
         # megatron-core counts the tokens to the left of a token, excluding itself.
-        "window_size": (gemma3.window - 1, 0) if gemma3.local_layers else None,
-        "window_attn_skip_freq": [int(layer in gemma3.local_layers) for layer in range(architecture.num_layers)],
+        "window_size": (local.window - 1, 0),
+        "window_attn_skip_freq": [int(layer in local.layers) for layer in range(architecture.num_layers)],
     }
 
 

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
 
-from megatron_dapo.models.families import FAMILIES, VISION_TENSORS
-
-RopeKind = Literal["linear", "llama3"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of the rotary frequencies.
-
-    linear: every frequency is divided by `factor`. llama3: wavelengths above original / low_freq_factor are divided by
-    `factor`, those below original / high_freq_factor are kept, those between are blended.
-    """
-
-    kind: RopeKind
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-
+from megatron_dapo.models.blocks import Activation, LocalAttention, MixtureOfExperts, RopeScaling
+from megatron_dapo.models.families import FAMILIES
+from megatron_dapo.models.family import Serving
+from megatron_dapo.models.placement import LayerPart
 
 LANGUAGE_MODEL = "ForCausalLM"
 TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value for every token
@@ -33,35 +19,8 @@ HEADS = (LANGUAGE_MODEL, TOKEN_VALUE, SEQUENCE_VALUE)
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts:
-    """Mixture of experts in place of the MLP: a token goes to the `num_experts_per_token` experts of highest softmax
-    probability, and their outputs are weighted by it."""
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int  # one expert's
-    normalize: bool  # divide the probabilities of the chosen experts by their sum
-    layers: frozenset[int]  # layers with experts; the others have a dense MLP
-
-
-@dataclass(frozen=True)
-class Gemma3:
-    """Differences of Gemma 3 (arXiv:2503.19786) from the other families.
-
-    Attention and MLP each have a norm before and one after, before the residual is added. The weight of a norm is stored as
-    its difference from 1. Embeddings are multiplied by sqrt(hidden_size), the gate of the MLP is GELU in its tanh
-    form. Local layers see the last `window` tokens and have a separate rotary base; the others see all.
-    """
-
-    attention_scale: float  # scale of the products of queries and keys
-    local_layers: frozenset[int]
-    window: int  # tokens that a token of a local layer sees, itself included
-    local_rope_theta: float
-
-
-@dataclass(frozen=True)
 class ModelArchitecture:
-    """A decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated MLP or experts."""
+    """A decoder of one of FAMILIES: RMSNorm, rotary positions, and layers made of `parts`."""
 
     model_type: str
     num_layers: int
@@ -81,7 +40,12 @@ class ModelArchitecture:
     dtype: str | None  # the weights', according to config.json; None if not given
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
-    gemma3: Gemma3 | None = None  # None: another family
+    local: LocalAttention | None = None  # None: every token sees all before it, in all layers
+    attention_scale: float | None = None  # scale of the products of queries and keys; None: 1 / sqrt(head_dim)
+    activation: Activation = "silu"  # the gate's
+    sandwich_norms: bool = False  # attention and MLP have a norm after them, too
+    zero_centered_norms: bool = False  # a norm's weight is stored as its difference from 1
+    scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     vision_parameters: int = 0  # parameters of a vision tower that SGLang holds next to the language model
 
     def with_value_head(self) -> ModelArchitecture:
@@ -122,50 +86,30 @@ class ModelArchitecture:
         return self.experts.intermediate_size if self.experts else 0
 
     @property
-    def is_gemma3(self) -> bool:
-        """True if a layer has four norms and SGLang holds the whole embedding on each rank."""
-        return self.gemma3 is not None
+    def serving(self) -> Serving:
+        """Properties of SGLang's class of the model."""
+        return FAMILIES[self.model_type].serving
 
-    @property
-    def num_norms(self) -> int:
-        """Norms of a layer, over the hidden size."""
-        return 4 if self.is_gemma3 else 2
+    def parts(self, layer: int) -> tuple[LayerPart, ...]:
+        """Return the parts of a layer, in the order of a forward pass."""
+        return self._parts[layer]
+
+    @cached_property
+    def _parts(self) -> list[tuple[LayerPart, ...]]:
+        return [FAMILIES[self.model_type].parts(self, layer) for layer in range(self.num_layers)]
+
+    @cached_property
+    def kinds_of_layers(self) -> Mapping[tuple[LayerPart, ...], frozenset[int]]:
+        """The parts of a layer -> the layers that consist of them."""
+        kinds: dict[tuple[LayerPart, ...], list[int]] = {}
+        for layer, parts in enumerate(self._parts):
+            kinds.setdefault(parts, []).append(layer)
+        return {parts: frozenset(layers) for parts, layers in kinds.items()}
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
-        hidden, head = self.hidden_size, self.head_dim
-        query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
         prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        shapes: dict[str, tuple[int, ...]] = {prefix + "input_layernorm.weight": (hidden,)}
-        for name, rows in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
-            shapes[attention + name + ".weight"] = (rows, hidden)
-            if self.qkv_bias:
-                shapes[attention + name + ".bias"] = (rows,)
-        if self.qk_norm:
-            shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (head,)
-        shapes[attention + "o_proj.weight"] = (hidden, query)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        if self.gemma3 is not None:
-            shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
-            shapes |= self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
-            return shapes | {prefix + "post_feedforward_layernorm.weight": (hidden,)}
-        if not self.has_experts(layer):
-            return shapes | self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
-        assert self.experts is not None
-        shapes[prefix + ROUTER] = (self.experts.num_experts, hidden)
-        for expert in range(self.experts.num_experts):
-            shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{expert}.", self.experts.intermediate_size)
-        return shapes
-
-    def _mlp_shapes(self, prefix: str, intermediate_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one gated MLP, of a dense layer or of an expert."""
-        into = (intermediate_size, self.hidden_size)
-        return {
-            prefix + "gate_proj.weight": into,
-            prefix + "up_proj.weight": into,
-            prefix + "down_proj.weight": into[::-1],
-        }
+        return {prefix + name: shape for part in self.parts(layer) for name, shape in part.shapes().items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
@@ -184,7 +128,7 @@ class ModelArchitecture:
 
     def is_carried(self, name: str) -> bool:
         """Return True for a tensor that is not trained and goes into exports as it is: those of a vision tower."""
-        return self.model_type == "gemma3" and name.removeprefix("model.").startswith(VISION_TENSORS)
+        return name.removeprefix("model.").startswith(FAMILIES[self.model_type].carried)
 
     def aliases(self) -> dict[str, str]:
         """Return second names under which a directory may store a tensor -> the tensor."""
@@ -203,16 +147,15 @@ class ModelArchitecture:
         of n tokens: half of the keys, for scores and for values. A local layer sees at most w keys, so its cost does
         not grow with n: it counts as 2 w weights per element of the queries.
         """
-        width, local = self.num_attention_heads * self.head_dim, self.gemma3.local_layers if self.gemma3 else ()
+        parts = [part for parts in self._parts for part in parts]
+        width = max(part.attention_width for part in parts)
         weights = self.vocab_size * self.hidden_size if self.head == LANGUAGE_MODEL else 0
-        experts = self.experts
-        for layer in range(self.num_layers):
-            for name, shape in self.layer_shapes(layer).items():
-                share = experts.num_experts_per_token / experts.num_experts if experts and ".experts." in name else 1.0
-                weights += int(share * math.prod(shape))
-        if self.gemma3 is not None:
-            weights += 2 * self.gemma3.window * width * len(local)
-        return weights // (max(1, self.num_layers - len(local)) * width)
+        weights += sum(part.weights_per_token for part in parts)
+        num_global = sum(part.attention_width > 0 for part in parts)
+        if self.local is not None:
+            num_global -= len(self.local.layers)
+            weights += 2 * self.local.window * width * len(self.local.layers)
+        return weights // (max(1, num_global) * width)
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -220,7 +163,6 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_WEIGHT = "score.weight"
 VALUE_BIAS = "score.bias"
-ROUTER = "mlp.gate.weight"  # exists in layers with experts
 # Tensor names of a language model with a vision tower, as published and as in transformers 5's memory.
 _BESIDE_VISION = (
     ("language_model.model.", "model."),

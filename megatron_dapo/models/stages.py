@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def layers_of_chunk(
+    num_layers: int, stages: int, chunks: int, stage: int, chunk: int, first: int = 0, last: int = 0
+) -> range:
+    """Return the global indices of the layers of one chunk of a pipeline stage; see `layers_of_stages`."""
+    sizes = [size // chunks for size in layers_of_stages(num_layers, stages, chunks, first, last)]
+    # Interleave as in megatron-core: the first chunks of all stages, then the second chunks.
+    start = chunk * sum(sizes) + sum(sizes[:stage])
+    return range(start, start + sizes[stage])
+
+
 def layers_of_stages(num_layers: int, stages: int, chunks: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
     """Return the number of layers of each of `stages` pipeline stages, a multiple of its `chunks` (virtual stages).
 

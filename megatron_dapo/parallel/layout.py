@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.models.stages import layers_of_chunk
 from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 from megatron_dapo.precision import micro_batch_multiple, sequence_multiple
 
@@ -130,13 +130,9 @@ class ParallelLayout:
         Raise ValueError if the layers do not divide."""
         ends = self.first_stage_layers, self.last_stage_layers
         try:
-            sizes = layers_of_stages(num_layers, self.pipeline, self.virtual_pipeline, *ends)
+            return layers_of_chunk(num_layers, self.pipeline, self.virtual_pipeline, pipeline_rank, vp_stage, *ends)
         except ValueError as error:
             raise ValueError(f"parallel layout: {error}") from None
-        chunks = [size // self.virtual_pipeline for size in sizes]
-        # Interleave as in megatron-core: the first chunks of all stages, then the second chunks.
-        start = vp_stage * sum(chunks) + sum(chunks[:pipeline_rank])
-        return range(start, start + chunks[pipeline_rank])
 
     @property
     def sequence_alignment(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.parts.experts import RoutedExperts
 from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
 from megatron_dapo.plan.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
 from megatron_dapo.plan.memory.activations import is_fp8
@@ -82,7 +83,7 @@ class Model:
     def stages(self) -> list[int]:
         """Layers of each pipeline stage."""
         p = self.config.parallel
-        return [layers_of_stage(self.architecture, p, stage) for stage in range(p.pp_size)]
+        return [len(layers_of_stage(self.architecture, p, stage)) for stage in range(p.pp_size)]
 
 
 def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:
@@ -108,20 +109,16 @@ def pass_seconds(model: Model, batch: Batch, kind: Pass) -> dict[str, float]:
 def _flops(model: Model, batch: Batch, kind: Pass, tokens: float) -> tuple[float, float]:
     """Return the FLOPs of a data rank's `tokens` in all layers and in the head."""
     a = model.architecture
-    query, groups = attention_sizes(a)
-    projections = a.hidden_size * (2 * query + 2 * groups)
-    if a.num_experts:
-        # An expert's product reaches less of the rate: counted as so many more FLOPs.
-        slower = SHARES.training / SHARES.experts
-        mlp = a.num_experts_per_token * 3 * a.hidden_size * a.moe_intermediate_size * slower
-    else:
-        mlp = 3 * a.hidden_size * a.intermediate_size
-    # Two products a head, of which causality needs half: squares * width * 2 FLOPs.
-    attention = 2.0 * query * batch.squares * tokens / batch.tokens
-    layer = 2.0 * tokens * (kind.layers * projections + (kind.layers + kind.mlp_again) * mlp)
-    layer += (kind.layers + kind.attention_again) * attention
+    # An expert's product reaches less of the rate: counted as so many more FLOPs.
+    slower, layers = SHARES.training / SHARES.experts, 0.0
+    for (attention, mlp), kind_layers in a.kinds_of_layers.items():
+        products = mlp.weights_per_token * (slower if isinstance(mlp, RoutedExperts) else 1.0)
+        passed = kind.layers * attention.weights_per_token + (kind.layers + kind.mlp_again) * products
+        # Two products a head, of which causality needs half: squares * width * 2 FLOPs.
+        squares = 2.0 * attention.attention_width * batch.squares * tokens / batch.tokens
+        layers += len(kind_layers) * (2.0 * tokens * passed + (kind.layers + kind.attention_again) * squares)
     head = 0.0 if model.has_value_head else kind.head * 2.0 * tokens * a.vocab_size * a.hidden_size
-    return a.num_layers * layer, head
+    return layers, head
 
 
 def _communication(model: Model, kind: Pass, tokens: float) -> dict[str, float]:

@@ -71,13 +71,14 @@ def _missing(config: Config, architecture: ModelArchitecture, held: Iterable[_He
     missing, last = 0.0, parallel.pp_size - 1
     for stage in range(parallel.pp_size):
         here = stages.get(stage, _Held(stage, 0.0, 0.0))
-        layers = layers_of_stage(architecture, parallel, stage)
-        missing += layers * sglang.tp_size * (rank.layer * (1 - here.dense) + rank.experts * (1 - here.experts))
+        for layer in layers_of_stage(architecture, parallel, stage):
+            dense, experts = rank.layers[layer]
+            missing += sglang.tp_size * (dense * (1 - here.dense) + experts * (1 - here.experts))
     # A tied model has its embedding on the last stage as well.
     first_share, last_share = (stages[stage].dense if stage in stages else 0.0 for stage in (0, last))
     embedding = max(first_share, last_share) if architecture.tie_word_embeddings else first_share
-    # Padding rows of the vocabulary are not sent. Gemma 3 has all rows on every rank.
-    rows = architecture.vocab_size * (sglang.tp_size if architecture.is_gemma3 else 1)
+    # Padding rows of the vocabulary are not sent.
+    rows = architecture.vocab_size * (sglang.tp_size if architecture.serving.whole_embedding else 1)
     missing += rows * rank.row * (1 - embedding)
     output = embedding if architecture.tie_word_embeddings else last_share
     missing += (rank.matrices - 1) * rows * rank.row * (1 - output)

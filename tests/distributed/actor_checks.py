@@ -27,7 +27,8 @@ from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutp
 from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.trained_model import TrainedModel
-from megatron_dapo.models.architecture import MixtureOfExperts, ModelArchitecture
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.blocks import MixtureOfExperts
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
@@ -404,6 +405,30 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
     return results
+
+
+def isolation(arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """Worker: for each case, how far other tokens in the second of three packed samples move log-probs: those of the other
+    two ("others"), and its own ("moved")."""
+    return [_isolation(Reference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
+
+
+def _isolation(want: Reference, case: Mapping[str, Any]) -> dict[str, float]:
+    layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
+    actor, samples = build_actor(want, layout), sequences((13, 21, 10), seed=5)
+    changed = [samples[0], (samples[1] + 1) % VOCABULARY, samples[2]]
+    packs = [make_micro_batch(parts, layout, 41, seed=100) for parts in (samples, changed)]
+    before, after = (actor.forward_logprobs([pack], TEMPERATURE)[0] for pack in packs)
+    assert before is not None and after is not None, "no pipeline here: every rank has outputs"
+    ids, mask = packs[0].sequence_ids, packs[0].loss_mask.bool()
+    if layout.context > 1:
+        rank = layout.coordinates(dist.get_rank()).context
+        index = context_token_index(packs[0].cu_seqlens, rank, layout.context)
+        ids, mask = ids[index], mask[index]
+    difference = (before.logprobs - after.logprobs).abs() * mask
+    return largest_over_ranks(
+        {"others": float(difference[ids != 1].max()), "moved": float(difference[ids == 1].max())}
+    )
 
 
 # Optimizer, guard and exact state on two ranks.

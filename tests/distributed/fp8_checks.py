@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS, "g
 def wide_model(**changes: Any) -> Reference:
     """Random weights without a transformers reference."""
     architecture = parse_architecture({**WIDE, **changes})
-    one = 1 if architecture.gemma3 is None else 0  # Gemma 3 stores the difference from 1
+    one = 0 if architecture.zero_centered_norms else 1  # Gemma 3 stores the difference from 1
     weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
     weights |= {name: one + tensor for name, tensor in weights.items() if "norm" in name}
     return Reference(architecture, weights, 0.0, {}, ())

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCau
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
-from megatron_dapo.models.families import VISION_TENSORS
+from megatron_dapo.models.families.gemma3 import VISION_TENSORS
 from megatron_dapo.parallel.layout import ParallelLayout
 from tools.prove_resume import QUICKSTART, write_recipe
 

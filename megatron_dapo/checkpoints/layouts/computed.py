@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_dapo.models.placement import CutColumns, Interleaved, Stack, Whole
 from megatron_dapo.reshard.layout import Shard, TensorSpec
+from megatron_dapo.reshard.slices import Slice, intersect
 
 
 class Buffer(NamedTuple):
@@ -75,32 +77,58 @@ class ComputedLayout(ABC):
         zeros = (0,) * len(shape)
         return Buffer(local, shape, (Shard(name, zeros, shape, local, zeros),))
 
-    def _columns(self, local: str, name: str, index: int, width: int) -> Buffer:
-        """Return columns [index * width, +width) of matrix `name`; those beyond it are padding."""
+    def _placed(
+        self, placement: Whole | Stack | Interleaved | CutColumns, local: str, name: str, index: int, count: int
+    ) -> Buffer:
+        """Return rank `index` of `count`'s buffer of a placement whose names follow the prefixes `local` and `name`."""
+        if isinstance(placement, Whole):
+            return self._whole(local + placement.local, name + placement.name)
+        if isinstance(placement, CutColumns):
+            columns = placement.columns
+            return self._columns(local + placement.local, name + columns.name, *columns.share(index, count))
+        if isinstance(placement, Stack):
+            stacked = [(name + part.name, *part.share(index, count), part.end) for part in placement.parts]
+            return self._rows(local + placement.local, stacked)
+        return self._interleaved(placement, local + placement.local, name, index, count)
+
+    def _columns(self, local: str, name: str, first: int, width: int) -> Buffer:
+        """Return columns [first, +width) of matrix `name`; those beyond it are padding."""
         rows, columns = self.tensors[name].shape
-        real = min(columns - index * width, width)
+        real = min(columns - first, width)
         # The last ranks of a padded size may have only padding.
-        shards = (Shard(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
+        shards = (Shard(name, (0, first), (rows, real), local, (0, 0)),) if real > 0 else ()
         return Buffer(local, (rows, width), shards)
 
-    def _rows(self, local: str, stacked: Sequence[tuple[str, int, int]]) -> Buffer:
-        """Return a buffer that stacks rows [index * rows, +rows) of each (tensor, index, rows); rows beyond a tensor are
-        padding. A bias is a matrix without columns."""
+    def _rows(self, local: str, stacked: Sequence[tuple[str, int, int, int | None]]) -> Buffer:
+        """Return a buffer that stacks rows [first, +rows) of each (tensor, first, rows, end); rows beyond the end, which is
+        the tensor's if None, are padding. A bias is a matrix without columns."""
         tail = self.tensors[stacked[0][0]].shape[1:]
         zeros = (0,) * len(tail)
         shards, position = [], 0
-        for name, index, rows in stacked:
-            real = min(self.tensors[name].shape[0] - index * rows, rows)
+        for name, first, rows, end in stacked:
+            real = min((self.tensors[name].shape[0] if end is None else end) - first, rows)
             if real > 0:
-                shards.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
+                shards.append(Shard(name, (first, *zeros), (real, *tail), local, (position, *zeros)))
             position += rows
         return Buffer(local, (position, *tail), tuple(shards))
 
-
-def check_divides(axis: str, parallel_size: int, field: str, size: int) -> None:
-    """Raise ValueError unless the size of a parallel axis divides a size of the model."""
-    if size % parallel_size:
-        raise ValueError(f"{axis} parallel size {parallel_size} does not divide {field} {size}; choose a divisor")
+    def _interleaved(self, placement: Interleaved, local: str, name: str, index: int, count: int) -> Buffer:
+        tail = self.tensors[name + placement.unit[0].name].shape[1:]
+        zeros = (0,) * len(tail)
+        num_rows = placement.units * sum(part.block for part in placement.unit) // count
+        mine = Slice((index * num_rows,), (num_rows,))
+        shards, position = [], 0
+        for unit in range(placement.units):
+            for part in placement.unit:
+                # The cut may go through a unit, so a rank can hold any of its rows.
+                common = intersect(mine, Slice((position,), (part.block,)))
+                if common is not None:
+                    offset, size = common.offset[0], common.shape[0]
+                    source = (part.start + unit * part.block + offset - position, *zeros)
+                    place = (offset - mine.offset[0], *zeros)
+                    shards.append(Shard(name + part.name, source, (size, *tail), local, place))
+                position += part.block
+        return Buffer(local, (num_rows, *tail), tuple(shards))
 
 
 def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:

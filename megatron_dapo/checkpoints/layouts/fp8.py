@@ -21,7 +21,8 @@ import torch
 from megatron_dapo.checkpoints.formats.huggingface import dtype_name
 from megatron_dapo.checkpoints.layouts.computed import ComputedLayout, RankContents
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout
-from megatron_dapo.models.architecture import EMBEDDING, LM_HEAD, ROUTER
+from megatron_dapo.models.architecture import EMBEDDING, LM_HEAD
+from megatron_dapo.models.parts.experts import ROUTER
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice

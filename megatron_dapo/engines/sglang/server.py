@@ -40,7 +40,7 @@ from megatron_dapo.engines.sglang.server_settings import (
     environment,
 )
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of, newest, require_labels, supported_range
-from megatron_dapo.models.families import text_fields
+from megatron_dapo.models.families import language_model_fields
 from megatron_dapo.untrusted import one_line, read_json
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Expectation:
         """Read the expectation from the model's config.json. Raise ValueError if it lacks a field."""
         file = settings.model_path / "config.json"
         try:
-            config = text_fields(read_json(file))
+            config = language_model_fields(read_json(file))
             architecture, vocab_size = str(config["architectures"][0]), int(config["vocab_size"])
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
             raise ValueError(

@@ -35,4 +35,10 @@ from megatron_dapo.plan.memory.parameters import (
     padded_vocabulary,
     rank_parameters,
 )
-from megatron_dapo.plan.memory.run import PhaseMemory, RunMemory, run_checkpoint_bytes, run_memory, teacher_architectures
+from megatron_dapo.plan.memory.run import (
+    PhaseMemory,
+    RunMemory,
+    run_checkpoint_bytes,
+    run_memory,
+    teacher_architectures,
+)

@@ -115,7 +115,7 @@ def _of_transformer_engine(shape: _Shape, factor: int) -> LayerBytes:
     """`factor`: bytes per number of the kept inputs of linear layers."""
     a, item = shape.architecture, shape.item
     norm = (item + factor) * shape.residual + FP32  # input, output and a scale
-    after = (item * shape.residual + FP32) if a.is_gemma3 else 0
+    after = (item * shape.residual + FP32) if a.sandwich_norms else 0
     heads = item * (2 * shape.query + 2 * shape.group)
     if factor < item:  # attention keeps the output, the projection its copy
         heads += factor * shape.query
@@ -135,7 +135,7 @@ def _of_torch(shape: _Shape, sequence_tokens: int) -> LayerBytes:
     a, item = shape.architecture, shape.item
     # Input and normalized input in fp32, a scale, and the output.
     norm = _torch_norm(shape.residual) + item * shape.residual
-    after = _torch_norm(shape.residual) if a.is_gemma3 else 0
+    after = _torch_norm(shape.residual) if a.sandwich_norms else 0
     heads, core, core_again = _torch_heads(shape, sequence_tokens)
     mlp = _torch_experts(shape) if a.num_experts else 5 * shape.inner * item
     residual = item * shape.residual
@@ -258,7 +258,7 @@ def activation_bytes(
     parallel, tokens = config.parallel, tokens_of_rank(config)
     layer = layer_of(config, architecture, kernels)
     recompute = recompute_of(config)
-    layers_of_chunk = layers_of_stage(architecture, parallel, stage) // parallel.vpp_size
+    layers_of_chunk = len(layers_of_stage(architecture, parallel, stage)) // parallel.vpp_size
     kept, again = kept_bytes(layer, recompute, layers_of_chunk)
     num_bytes = chunks_in_flight(parallel, stage) * kept
     if kernels == "torch":

@@ -5,10 +5,14 @@ Follows SGLang 0.5.17's `DefaultPoolConfigurator` and `KVCacheConfigurator._prof
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.placement import EngineCut, LayerPart, PerExpert, StackedExperts, Whole, local_shape
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.communication import SERVER_GROUP
 from megatron_dapo.plan.memory.model import CUDA_CONTEXT
@@ -41,19 +45,26 @@ class EngineMemory:
         return self.weights + self.kv_tokens * self.bytes_per_token
 
 
+class LayerWeights(NamedTuple):
+    """Bytes of a layer's parameters on a server's rank."""
+
+    dense: int
+    experts: int
+
+
 @dataclass(frozen=True)
 class EngineWeights:
     """Bytes of a server rank's parameters by kind."""
 
-    layer: int  # per layer, without its experts
-    experts: int  # per layer
+    layers: tuple[LayerWeights, ...]
     row: int  # per row of the embedding or the output matrix
     rows: int  # rows of either on this rank, padding included
     matrices: int  # 1: the output matrix is the embedding
     norm: int  # after the last layer
 
-    def total(self, num_layers: int) -> int:
-        return num_layers * (self.layer + self.experts) + self.matrices * self.rows * self.row + self.norm
+    @property
+    def total(self) -> int:
+        return sum(map(sum, self.layers)) + self.matrices * self.rows * self.row + self.norm
 
 
 def engine_weights(
@@ -61,51 +72,56 @@ def engine_weights(
 ) -> EngineWeights:
     """Return the parameters of a rank, exactly those of `checkpoints.layouts.sglang` for a GPU; under FP8 those of
     `checkpoints.layouts.fp8`."""
-    hidden, head, item = architecture.hidden_size, architecture.head_dim, ITEM_SIZES[dtype]
-    query, groups = architecture.num_attention_heads * head // tensor, _kv_heads(architecture, tensor) * head
-    matrices = [(query + 2 * groups, hidden), (hidden, query)]
-    router, copies = 0, 1
-    if architecture.num_experts:
-        router = architecture.num_experts * hidden
-        inner = architecture.moe_intermediate_size * expert // tensor
-        copies = architecture.num_experts // expert
-    else:
-        inner = architecture.intermediate_size // tensor
-    mlp = [(2 * inner, hidden), (hidden, inner)]
-    inside = copies * _matrix_bytes(mlp, item, is_fp8)
-    vectors = (
-        architecture.num_norms * hidden + (query + 2 * groups) * architecture.qkv_bias + 2 * head * architecture.qk_norm
-    )
-    # SGLang ties the output matrix to the embedding only in its dense models.
-    num_matrices = 1 if architecture.tie_word_embeddings and not architecture.num_experts else 2
+    item, serving, cut = ITEM_SIZES[dtype], architecture.serving, EngineCut(tensor, expert)
+    layers = [LayerWeights(0, 0)] * architecture.num_layers
+    for parts, kind in architecture.kinds_of_layers.items():
+        dense, experts = zip(*(_part_bytes(part, cut, item, is_fp8) for part in parts))
+        for layer in kind:
+            layers[layer] = LayerWeights(sum(dense), sum(experts))
+    num_matrices = 1 if architecture.tie_word_embeddings and serving.ties_output else 2
     rows = round_up(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
-    if architecture.is_gemma3:
+    if serving.whole_embedding:
         rows = architecture.vocab_size
-    layer = _matrix_bytes(matrices, item, is_fp8) + item * (vectors + router)
-    dense, experts = (layer, inside) if architecture.num_experts else (layer + inside, 0)
-    return EngineWeights(dense, experts, item * hidden, rows, num_matrices, item * hidden)
+    return EngineWeights(tuple(layers), item * architecture.hidden_size, rows, num_matrices, item * architecture.hidden_size)
+
+
+@lru_cache(maxsize=4096)
+def _part_bytes(part: LayerPart, cut: EngineCut, item: int, is_fp8: bool) -> tuple[int, int]:
+    """Return the bytes of a layer's part on a rank: those outside its experts, and those inside."""
+    shapes, dense, experts = part.shapes(), 0, 0
+    for placement in part.sglang(cut):
+        if isinstance(placement, StackedExperts):
+            inner = placement.inner * cut.expert // cut.tensor
+            hidden = shapes[placement.name.format(0) + "gate_proj.weight"][1]
+            copies = placement.num_experts // cut.expert
+            experts += copies * sum(
+                _matrix_bytes(shape, item, is_fp8) for shape in ((2 * inner, hidden), (hidden, inner))
+            )
+            continue
+        assert not isinstance(placement, PerExpert), f"{placement.local} is Megatron's"
+        # SGLang quantizes the layers it calls linear, which are those it cuts.
+        shape = local_shape(placement, shapes, cut.tensor)
+        dense += _matrix_bytes(shape, item, is_fp8 and len(shape) == 2 and not isinstance(placement, Whole))
+    return dense, experts
 
 
 def engine_weight_bytes(architecture: ModelArchitecture, tensor: int, expert: int, dtype: str, is_fp8: bool) -> int:
     """Return the bytes of a rank's parameters."""
-    return engine_weights(architecture, tensor, expert, dtype, is_fp8).total(architecture.num_layers)
+    return engine_weights(architecture, tensor, expert, dtype, is_fp8).total
 
 
-def _matrix_bytes(shapes: list[tuple[int, int]], item: int, is_fp8: bool) -> int:
+def _matrix_bytes(shape: tuple[int, ...], item: int, is_fp8: bool) -> int:
     if not is_fp8:
-        return item * sum(rows * columns for rows, columns in shapes)
-    return sum(rows * columns + FP32 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) for rows, columns in shapes)
-
-
-def _kv_heads(architecture: ModelArchitecture, tensor: int) -> int:
-    """Return the key-value heads of an engine's rank; with fewer heads than ranks, neighboring ranks hold the same
-    head."""
-    return max(1, architecture.num_key_value_heads // tensor)
+        return item * math.prod(shape)
+    rows, columns = shape
+    return rows * columns + FP32 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
 
 
 def kv_bytes_per_token(architecture: ModelArchitecture, tensor: int, dtype: str) -> int:
     """Return the KV cache bytes per token on a rank: keys and values of its heads in all layers."""
-    return 2 * _kv_heads(architecture, tensor) * architecture.head_dim * architecture.num_layers * ITEM_SIZES[dtype]
+    cut = EngineCut(tensor)
+    cached = (len(k) * sum(p.cached_per_token(cut) for p in parts) for parts, k in architecture.kinds_of_layers.items())
+    return ITEM_SIZES[dtype] * sum(cached)
 
 
 def engine_context(config: Config) -> int:

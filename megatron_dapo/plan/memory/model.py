@@ -15,7 +15,6 @@ from megatron_dapo.plan.memory.parameters import (
     NUM_MOMENTS,
     RankParameters,
     attention_parameters,
-    layers_of_stage,
     optimizer_share,
     own_share,
     rank_parameters,
@@ -119,8 +118,8 @@ def stage_memory(
     held = rank_parameters(architecture, config.parallel, stage, has_value_head)
     trained = held
     if has_value_head and config.critic.freeze:  # its attention
-        frozen = attention_parameters(architecture, config.parallel.tp_size)
-        trained = replace(held, dense=held.dense - layers_of_stage(architecture, config.parallel, stage) * frozen)
+        frozen = attention_parameters(architecture, config.parallel, stage)
+        trained = replace(held, dense=held.dense - frozen)
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
     share = optimizer_share(config.parallel, trained, processes)
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head

@@ -3,13 +3,15 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.stages import layers_of_stages
+from megatron_dapo.models.placement import LayerPart, PerExpert, num_elements
+from megatron_dapo.models.stages import layers_of_chunk
 from megatron_dapo.rounding import round_up
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
@@ -36,47 +38,64 @@ class RankParameters:
         return self.dense + self.experts + self.vocabulary
 
 
-def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
+def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> list[int]:
     """Return the layers of a pipeline stage; an even share for sizes that do not divide them, which a rule refuses."""
     ends = parallel.first_stage_layers, parallel.last_stage_layers
+    sizes = architecture.num_layers, parallel.pp_size, parallel.vpp_size, stage
     try:
-        return layers_of_stages(architecture.num_layers, parallel.pp_size, parallel.vpp_size, *ends)[stage]
+        return [layer for chunk in range(parallel.vpp_size) for layer in layers_of_chunk(*sizes, chunk, *ends)]
     except ValueError:
-        return architecture.num_layers // parallel.pp_size
+        return list(range(architecture.num_layers // parallel.pp_size))
 
 
 def rank_parameters(
     architecture: ModelArchitecture, parallel: ParallelConfig, stage: int = 0, has_value_head: bool = False
 ) -> RankParameters:
-    """Return the elements on each rank of a pipeline stage.
-
-    If some layers have experts, all are assumed to.
-    """
+    """Return the elements on each rank of a pipeline stage."""
     tensor, hidden, is_last = parallel.tp_size, architecture.hidden_size, stage == parallel.pp_size - 1
-    layers = layers_of_stage(architecture, parallel, stage)
-    dense, experts = attention_parameters(architecture, tensor) + architecture.num_norms // 2 * hidden, 0
-    if architecture.num_experts:
-        dense += architecture.num_experts * hidden  # the router, whole on every rank
-        num_local = architecture.num_experts // parallel.ep_size
-        experts = num_local * 3 * hidden * architecture.moe_intermediate_size // (parallel.etp_size or tensor)
-    else:
-        dense += 3 * hidden * architecture.intermediate_size // tensor
+    dense = experts = 0
+    for parts, count in _kinds_of_stage(architecture, parallel, stage):
+        for part in parts:
+            outside, inside = _part_parameters(part, *_cut(parallel))
+            dense, experts = dense + count * outside, experts + count * inside
     rows = padded_vocabulary(architecture.vocab_size, tensor) // tensor
     # A tied model has a second copy of the embedding if the last stage is not the first; a value head replaces the
     # output matrix.
     has_output = is_last and not has_value_head and (stage > 0 or not architecture.tie_word_embeddings)
     outside = hidden * is_last + (hidden + 1) * (is_last and has_value_head)
-    return RankParameters(layers * dense + outside, layers * experts, ((stage == 0) + has_output) * rows * hidden)
+    return RankParameters(dense + outside, experts, ((stage == 0) + has_output) * rows * hidden)
 
 
-def attention_parameters(architecture: ModelArchitecture, tensor_parallel: int) -> int:
-    """Return the elements of a layer's attention on each rank, with half of the layer's norms."""
-    hidden = architecture.hidden_size
-    query, groups = attention_sizes(architecture)
-    matrices = hidden * (2 * query + 2 * groups) // tensor_parallel
-    biases = (query + 2 * groups) // tensor_parallel * architecture.qkv_bias
-    norms = architecture.num_norms // 2 * hidden + 2 * architecture.head_dim * architecture.qk_norm
-    return matrices + biases + norms
+def attention_parameters(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
+    """Return the elements of all attention of a pipeline stage, with its norms, on each rank."""
+    kinds = _kinds_of_stage(architecture, parallel, stage)
+    return sum(count * _part_parameters(parts[0], *_cut(parallel))[0] for parts, count in kinds)
+
+
+def _kinds_of_stage(
+    architecture: ModelArchitecture, parallel: ParallelConfig, stage: int
+) -> Iterator[tuple[tuple[LayerPart, ...], int]]:
+    """Yield the parts of each kind of layer, and the number of such layers in the stage."""
+    layers = frozenset(layers_of_stage(architecture, parallel, stage))
+    for parts, everywhere in architecture.kinds_of_layers.items():
+        yield parts, len(layers & everywhere)
+
+
+def _cut(parallel: ParallelConfig) -> tuple[int, int, int]:
+    return parallel.tp_size, parallel.ep_size, parallel.etp_size or parallel.tp_size
+
+
+@lru_cache(maxsize=4096)
+def _part_parameters(part: LayerPart, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int]:
+    """Return the elements of a layer's part on each rank: those outside its experts, and those inside."""
+    shapes, placements, experts = part.shapes(), list(part.megatron()), 0
+    for placement in placements:
+        if isinstance(placement, PerExpert):
+            prefix = placement.name.format(0)
+            one = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+            inside = num_elements(placement.placements, one, expert_tensor)
+            experts += placement.num_experts // expert * inside
+    return num_elements(placements, shapes, tensor), experts
 
 
 def num_parameters(architecture: ModelArchitecture, has_value_head: bool = False) -> int:

@@ -26,7 +26,8 @@ from megatron_dapo.checkpoints.layouts.fp8 import (
 )
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.models.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.models.architecture import LM_HEAD, ModelArchitecture
+from megatron_dapo.models.blocks import MixtureOfExperts
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import TensorSpec, check_layout, shard_view

@@ -192,7 +192,7 @@ def test_values_are_cast_to_the_parameters_type(make_model_directory):
 @pytest.mark.parametrize(
     ("family", "parallel", "sizes", "message"),
     [
-        ("llama", ParallelLayout(3, tensor=3), {}, "3 does not divide num_attention_heads 8"),
+        ("llama", ParallelLayout(3, tensor=3), {}, "3 is neither a multiple nor a divisor of num_key_value_heads 4"),
         ("llama", ParallelLayout(4, tensor=4), {"intermediate_size": 50}, "4 does not divide intermediate_size 50"),
         (
             "llama",

@@ -137,7 +137,7 @@ def test_a_layout_for_other_processes_or_sizes_is_refused(references: str) -> No
     want = Reference.read(references, "qwen2")
     with pytest.raises(ValueError, match="is for 2 processes, but 1 were started"):
         build_actor(want, ParallelLayout(world_size=2, tensor=2))
-    with pytest.raises(ValueError, match="num_attention_heads 4"):
+    with pytest.raises(ValueError, match="num_key_value_heads 2"):
         build_actor(want, ParallelLayout(world_size=3, tensor=3))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dapo.megatron.model import inverse_frequencies
-from megatron_dapo.models.architecture import RopeScaling
+from megatron_dapo.models.blocks import RopeScaling
 
 PARAMETERS = [
     None,

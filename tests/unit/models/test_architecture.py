@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.models.architecture import Gemma3, RopeScaling
+from megatron_dapo.models.blocks import LocalAttention, RopeScaling
 from megatron_dapo.models.config_json import parse_architecture, read_architecture
 from tests.unit.config.architectures import GEMMA3_1B, GEMMA3_4B, GEMMA3_270M
 
@@ -298,7 +298,8 @@ def test_published_gemma_3(config, num_parameters):
         assert parse_architecture(written) == architecture
     theirs = config_class(**config).get_text_config()
     local = {layer for layer, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"}
-    assert architecture.gemma3 == Gemma3(256**-0.5, frozenset(local), theirs.sliding_window, 10_000.0)
+    assert architecture.local == LocalAttention(frozenset(local), theirs.sliding_window, 10_000.0)
+    assert architecture.attention_scale == 256**-0.5 and architecture.activation == "gelu_tanh"
     linear = RopeScaling("linear", 8.0) if config is GEMMA3_4B else None
     assert (architecture.rope_theta, architecture.rope_scaling) == (1_000_000.0, linear)
 

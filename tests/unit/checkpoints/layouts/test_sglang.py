@@ -21,10 +21,9 @@ from megatron_dapo.models.architecture import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    Gemma3,
-    MixtureOfExperts,
     ModelArchitecture,
 )
+from megatron_dapo.models.blocks import MixtureOfExperts
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import ShiftedLayout, check_layout, shard_view
 from megatron_dapo.reshard.planner import plan
@@ -54,7 +53,7 @@ def _architecture(family: str, *, tied: bool, heads: int, kv_heads: int, vocab_s
         qk_norm=family.startswith(("qwen3", "gemma3")),
         dtype=DTYPE,
         experts=experts,
-        gemma3=Gemma3(1.0, frozenset({0}), 4, 1e4) if family.startswith("gemma3") else None,
+        sandwich_norms=family.startswith("gemma3"),
     )
 
 
@@ -122,7 +121,7 @@ def engine_shard(architecture, weights, rank: int, tp: int, ep: int, device: str
             down = [_chunk(w[f"mlp.experts.{e}.down_proj.weight"], 1, size, rank % cut, cut) for e in mine]
             local["mlp.experts.w2_weight"] = torch.stack(down)
         shard.update({f"model.layers.{layer}.{n}": t for n, t in local.items()})
-    if architecture.gemma3 is not None:
+    if architecture.sandwich_norms:
         shard[EMBEDDING] = weights[EMBEDDING]
     prefix = "language_model." if architecture.model_type == "gemma3" else ""
     return {prefix + name: tensor for name, tensor in shard.items()}

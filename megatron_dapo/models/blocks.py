@@ -1,0 +1,45 @@
+"""Properties of a decoder that not every model has, each read from config.json by `megatron_dapo.models.families`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["linear", "llama3"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies.
+
+    linear: every frequency is divided by `factor`. llama3: wavelengths above original / low_freq_factor are divided by
+    `factor`, those below original / high_freq_factor are kept, those between are blended.
+    """
+
+    kind: RopeKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Mixture of experts in place of the MLP: a token goes to the `num_experts_per_token` experts of highest softmax
+    probability, and their outputs are weighted by it."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # one expert's
+    normalize: bool  # divide the probabilities of the chosen experts by their sum
+    layers: frozenset[int]  # layers with experts; the others have a dense MLP
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """Layers whose tokens see the last `window` tokens and have a separate rotary base; the other layers see all."""
+
+    layers: frozenset[int]
+    window: int  # tokens, a token itself included
+    rope_theta: float

@@ -1,0 +1,96 @@
+"""Read single fields of config.json, with an error that names the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_dapo.models.blocks import RopeScaling
+
+# The config decides how long loops over layers and experts run, so these bounds refuse a broken one at once.
+_LARGEST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
+_ROPE_FIELDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+
+
+def required(config: Mapping[str, Any], field: str) -> Any:
+    if config.get(field) is None:
+        raise ValueError(
+            f"config.json: {field} is missing; it changes the model, so no default is taken: write it there"
+        )
+    return config[field]
+
+
+def positive(config: Mapping[str, Any], field: str) -> int:
+    value = required(config, field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {field} = {value!r} must be a positive integer")
+    largest = _LARGEST.get(field, 2**31 - 1)
+    if value > largest:
+        raise ValueError(f"config.json: {field} = {value} is more than {largest}, which no model has; correct it")
+    return value
+
+
+def positive_number(field: str, value: Any) -> float:
+    # Python's JSON reader accepts NaN and Infinity.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {field} = {value!r} must be a finite number above 0")
+    return float(value)
+
+
+def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Return (theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4), which must agree."""
+    new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
+    # Early versions of transformers 4 wrote "type".
+    for fields in (new, old):
+        if "type" in fields:
+            fields.setdefault("rope_type", fields.pop("type"))
+    thetas = {
+        positive_number("rope_theta", v)
+        for v in (new.pop("rope_theta", None), old.pop("rope_theta", None), config.get("rope_theta"))
+        if v is not None
+    }
+    if len(thetas) != 1:
+        stated = (
+            f"is {sorted(thetas)} at once"
+            if thetas
+            else "is missing (at top level or in rope_parameters); no default is taken"
+        )
+        raise ValueError(f"config.json: rope_theta {stated}: write the one it was trained with")
+    scalings = {rope_scaling(fields) for fields in (new, old) if fields}
+    if len(scalings) > 1:
+        raise ValueError(f"config.json: rope_parameters {new} and rope_scaling {old} disagree; keep one")
+    return thetas.pop(), scalings.pop() if scalings else None
+
+
+def object_of(config: Mapping[str, Any], field: str) -> dict[str, Any]:
+    value = config.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {field} = {value!r} must be an object of fields")
+    return dict(value)
+
+
+def rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
+    kind = fields.get("rope_type", "default")
+    if kind not in _ROPE_FIELDS:
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not supported; supported are {', '.join(sorted(_ROPE_FIELDS))}"
+        )
+    if fields.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {fields['partial_rotary_factor']} is not supported, only 1.0"
+        )
+    given = {name for name, value in fields.items() if value is not None} - {"rope_type", "partial_rotary_factor"}
+    if given != _ROPE_FIELDS[kind]:
+        raise ValueError(
+            f"config.json: rope type {kind!r} takes {sorted(_ROPE_FIELDS[kind])}, the config has {sorted(given)}"
+        )
+    if kind == "default":
+        return None
+    values = {name: positive_number(name, fields[name]) for name in _ROPE_FIELDS[kind]}
+    original = values.pop("original_max_position_embeddings", None)
+    return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)

@@ -1,0 +1,103 @@
+"""Grouped-query attention (arXiv:2305.13245), with its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dapo.models.placement import (
+    CutColumns,
+    EngineCut,
+    Interleaved,
+    LayerPart,
+    Placement,
+    Rows,
+    Stack,
+    Whole,
+)
+from megatron_dapo.rounding import round_up
+
+_PROJECTIONS = "self_attn.{}_proj.{}"
+_HEADS, _GROUPS = ("num_attention_heads", False), ("num_key_value_heads", True)  # fields of `Rows`
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention(LayerPart):
+    """Norm, projections of queries, keys and values, and of the output; `post_norm`: a norm of the output (Gemma 3)."""
+
+    hidden: int
+    heads: int
+    groups: int  # key-value heads
+    head_dim: int
+    bias: bool = False  # of queries, keys and values
+    qk_norm: bool = False
+    post_norm: bool = False
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.bias else ("weight",)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        query, key_value = self.heads * self.head_dim, self.groups * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (self.hidden,)}
+        for name, rows in (("q", query), ("k", key_value), ("v", key_value)):
+            shapes[_PROJECTIONS.format(name, "weight")] = (rows, self.hidden)
+            if self.bias:
+                shapes[_PROJECTIONS.format(name, "bias")] = (rows,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes["self_attn.o_proj.weight"] = (self.hidden, query)
+        return {**shapes, "post_attention_layernorm.weight": (self.hidden,)} if self.post_norm else shapes
+
+    def megatron(self) -> Iterator[Placement]:
+        """Yield buffers. linear_qkv has for each key-value head its query heads, the key head and the value head; it is
+        cut evenly over ranks, inside a head's group if there are fewer key-value heads than ranks."""
+        yield Whole("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+        ratio = self.heads // self.groups
+        for kind in self._kinds:
+            unit = tuple(
+                Rows(_PROJECTIONS.format(name, kind), self.groups, heads * self.head_dim, *_GROUPS)
+                for name, heads in (("q", ratio), ("k", 1), ("v", 1))
+            )
+            yield Interleaved(f"self_attention.linear_qkv.{kind}", self.groups, unit)
+        if self.qk_norm:
+            yield Whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
+            yield Whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
+        yield CutColumns("self_attention.linear_proj.weight", self._output(self.heads))
+        if self.post_norm:
+            yield Whole("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight")
+
+    def sglang(self, engine: EngineCut) -> Iterator[Placement]:
+        """Yield buffers. qkv_proj has a rank's query heads, then its key heads, then its value heads."""
+        heads, groups = self._engine_heads(engine)
+        yield Whole("input_layernorm.weight", "input_layernorm.weight")
+        for kind in self._kinds:
+            parts = tuple(
+                Rows(_PROJECTIONS.format(name, kind), blocks, self.head_dim, *field)
+                for name, blocks, field in (("q", heads, _HEADS), ("k", groups, _GROUPS), ("v", groups, _GROUPS))
+            )
+            yield Stack(f"self_attn.qkv_proj.{kind}", parts)
+        if self.qk_norm:
+            yield Whole("self_attn.q_norm.weight", "self_attn.q_norm.weight")
+            yield Whole("self_attn.k_norm.weight", "self_attn.k_norm.weight")
+        yield CutColumns("self_attn.o_proj.weight", self._output(heads))
+        if self.post_norm:
+            yield Whole("post_attention_layernorm.weight", "post_attention_layernorm.weight")
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_dim
+
+    def cached_per_token(self, engine: EngineCut) -> int:
+        # With fewer heads than ranks, neighboring ranks hold the same head.
+        return 2 * max(1, self._engine_heads(engine)[1] // engine.tensor) * self.head_dim
+
+    def _output(self, heads: int) -> Rows:
+        return Rows("self_attn.o_proj.weight", heads, self.head_dim, *_HEADS)
+
+    def _engine_heads(self, engine: EngineCut) -> tuple[int, int]:
+        """Return the query and key-value heads of all ranks; an engine on a CPU appends heads of zeros."""
+        if not engine.pads or not (self.heads % engine.tensor or self.groups % engine.tensor):
+            return self.heads, self.groups
+        groups = round_up(self.groups, engine.tensor)
+        return groups * (self.heads // self.groups), groups
