@@ -7,14 +7,14 @@ a time. The model is never copied as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from megatron_dapo.checkpoints.layouts.fp8 import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_slice
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
-from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.execution import Buffers, ComputedBuffers
 from megatron_dapo.reshard.layout import Shard, shard_view
 from megatron_dapo.reshard.slices import Slice
 
@@ -27,7 +27,7 @@ def single_rank(magnitudes: torch.Tensor) -> None:
     """`LargestOverRanks` for a single process."""
 
 
-class Fp8Weights(Mapping[str, torch.Tensor]):
+class Fp8Weights(ComputedBuffers):
     """`Buffers` of the shards of an `Fp8SourceLayout` on one rank, with the current weights.
 
     If blocks are cut between ranks, construction is collective: every rank makes one at the same time. `chunk` returns

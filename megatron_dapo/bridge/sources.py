@@ -27,7 +27,7 @@ class WeightSource:
     """Supplies the actor's parameters unchanged; the transports cast them to the engines' types.
 
     Args:
-        actor: supplies its layout (`tensors`) and this rank's live parameters (`named_local_parameters()`).
+        actor: supplies its layout (`tensors`) and this rank's live weights (`served_parameters()`).
         rank: this rank's number in the layout.
         coordination: the actor's ranks; None for a single process.
     """
@@ -47,7 +47,7 @@ class WeightSource:
 
     def current(self) -> Buffers:
         """Return this rank's buffers with the current weights."""
-        return {name: tensor.detach() for name, tensor in self._actor.named_local_parameters().items()}
+        return self._actor.served_parameters()
 
     def as_served(self) -> AbstractContextManager[None]:
         """Return a context in which the actor's parameters have the values that engines compute with. Here the two

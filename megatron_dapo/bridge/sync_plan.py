@@ -15,18 +15,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.protocol.checksums import CountedSlice, copy_and_count, slice_sums
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed
-from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.execution import Buffers, ComputedBuffers, read_shard
 from megatron_dapo.reshard.layout import (
     Layout,
     PartialLayout,
     Shard,
     ShiftedLayout,
     TensorSpec,
-    shard_view,
     slice_view,
 )
 from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
@@ -61,10 +59,7 @@ class Write(NamedTuple):
 
     def view(self, sources: Buffers) -> torch.Tensor:
         """Return the values in the trainer's type, in the shape of `bounds`."""
-        # FP8 weights compute a chunk on request, so the whole quantized parameter is never in memory.
-        if isinstance(sources, Fp8Weights):
-            return sources.chunk(self.shard, self.bounds)
-        return shard_view(sources[self.shard.local], self.shard, self.bounds)
+        return read_shard(sources, self.shard, self.bounds)
 
     def read(self, sources: Buffers, dtype: torch.dtype) -> torch.Tensor:
         """Return the values in the engine's type; a view if no cast is needed."""
@@ -72,7 +67,7 @@ class Write(NamedTuple):
 
     def is_view(self, sources: Buffers, dtype: torch.dtype) -> bool:
         """Return True if `read` takes no memory."""
-        return not isinstance(sources, Fp8Weights) and sources[self.shard.local].dtype == dtype
+        return not isinstance(sources, ComputedBuffers) and sources[self.shard.local].dtype == dtype
 
 
 class _Packed(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.layouts.computed import ComputedLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
@@ -69,7 +70,7 @@ def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters
 
 
 def fill(
-    source: Layout, reader: ShardReader, layout: MegatronLayout, rank: int, parameters: Buffers
+    source: Layout, reader: ShardReader, layout: ComputedLayout, rank: int, parameters: Buffers
 ) -> WeightLoadReport:
     """Fill `parameters` of `rank` from `source` through `reader`; padding becomes zero. Asserts that every element
     is written exactly once or is padding."""
@@ -161,7 +162,11 @@ class RandomReader:
 
 def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return an fp32 tensor of mean 0 and variance 1 that depends only on the seed and the name."""
+    return torch.randn(shape, generator=seeded_generator(seed, name))
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """Return a generator that depends only on the seed and a tensor's name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # torch takes signed 64-bit seeds; the shift keeps this one positive.
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

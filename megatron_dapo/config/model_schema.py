@@ -25,6 +25,33 @@ LogprobImplementation = Literal["auto", "reference", "chunked", "chunked_bf16", 
 Recompute = Literal["none", "selective", "full"]
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Section):
+    """LoRA (arXiv:2106.09685): train two narrow matrices next to each linear layer, W + (alpha / rank) B A, and keep W."""
+
+    rank: NonNegativeInt = 0
+    """Rows of A and columns of B. 0: train all weights. 8 to 32 are common for RL; a higher learning rate than without LoRA
+    is too, about 10 times."""
+
+    alpha: PositiveFloat = 32.0
+    """B A is multiplied by alpha / rank."""
+
+    targets: tuple[LoraTarget, ...] = LORA_TARGETS
+    """Linear layers with adapters, by their names in Hugging Face models; those of an MLP are also those of experts."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def broken_rules(self) -> Iterator[Rule]:
+        if not self.targets:
+            yield Rule("len(model.lora.targets) > 0", 'set model.lora.targets = ["q_proj", "v_proj"], or leave it out')
+
+
 class ModelConfig(Section):
     """The policy and its numeric types."""
 
@@ -67,6 +94,9 @@ class ModelConfig(Section):
 
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in memory at a time in the log-prob kernel. Lower it when the vocabulary is large."""
+
+    lora: LoraConfig = LoraConfig()
+    """Adapters to train in place of the weights; see docs/lora.md."""
 
     logprob_kept_gb: NonNegativeFloat = 0.0
     """Most memory per rank, in GB (10^9 bytes), for keeping a micro-batch's logits until its backward pass, which

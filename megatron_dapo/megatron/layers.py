@@ -36,11 +36,11 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize [..., hidden_size] -> the same shape."""
-        return _rms_norm(hidden, self.weight, self.eps, self.zero_centered)
+        return rms_norm(hidden, self.weight, self.eps, self.zero_centered)
 
 
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
-    """Normalize [..., h] by a weight [h], or by 1 + weight."""
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    """Normalize [..., h] by a weight [h], or by 1 + weight (`zero_centered`)."""
     if not zero_centered:
         return F.rms_norm(hidden, weight.shape, weight, eps)
     # Stay in fp32 to the end: 1 + weight has fewer digits in bf16 than the weight.
@@ -58,7 +58,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """Map [tokens, 1, input_size] to [tokens, 1, this rank's outputs], and return the bias left to the caller."""
         # Normalize before the sequence-parallel gather, so that each rank normalizes its tokens.
         settings = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
-        normed = _rms_norm(hidden, self.layer_norm_weight, *settings)
+        normed = rms_norm(hidden, self.layer_norm_weight, *settings)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -75,6 +75,8 @@ class PostNorm(_RowParallel):
         """Map [tokens, 1, this rank's inputs] to [tokens, 1, output_size], and return the bias (None)."""
         # By now the output is summed over tensor ranks and, under sequence parallelism, cut by tokens.
         output, bias = super().forward(hidden)
+        if (adapter := getattr(self, "adapter", None)) is not None:  # of `lora.attach_adapters`
+            output = output + adapter(hidden)
         return self.post_layernorm(output), bias
 
 

@@ -120,11 +120,13 @@ class ModelState:
     def layout(self) -> StateLayout:
         """The layout of the state. Collective among the model's ranks on first use."""
         model = self._model
-        parameters = named_local_parameters(model.chunks)  # the model's method would bring them back to the device
+        names = model.trained_tensors.local_specs(model.rank)
+        # The model's method would bring them back to the device.
+        parameters = {name: each for name, each in named_local_parameters(model.chunks).items() if name in names}
         distributed = model.settings.use_distributed_optimizer and self._is_trained
         grouped = bool(model.config.moe_grouped_gemm)
         frozen = model.settings.freeze
-        layout = StateLayout(model.tensors, distributed, _layer_order(parameters), grouped=grouped, frozen=frozen)
+        layout = StateLayout(model.trained_tensors, distributed, _layer_order(parameters), grouped=grouped, frozen=frozen)
         if not self._is_trained:
             return layout
         live = {
@@ -139,7 +141,7 @@ class ModelState:
         if differs:
             # Weights held as FP8 are in separate buffers, and which ones they are depends on the layer.
             logger.info("ranges of the distributed optimizer are not those of one buffer: ranks tell each other theirs")
-            layout = StateLayout(model.tensors, distributed, ranges=_exchanged(live, model), frozen=frozen)
+            layout = StateLayout(model.trained_tensors, distributed, ranges=_exchanged(live, model), frozen=frozen)
         return layout
 
     @cached_property
@@ -165,7 +167,7 @@ class ModelState:
 
     @property
     def _dtype(self) -> torch.dtype:
-        [dtype] = {spec.dtype for spec in self._model.tensors.tensors.values()}
+        [dtype] = {spec.dtype for spec in self._model.trained_tensors.tensors.values()}
         return dtype
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -236,8 +238,8 @@ class ModelState:
     def _fill(self, saved: SavedModel, buffers: Mapping[str, torch.Tensor]) -> None:
         """Fill the buffers of `loading_state`, and zero the padding."""
         model, layout = self._model, self.layout
-        shapes = model.tensors.local_shapes(self.rank)
-        padded = {local for local, holes in local_holes(model.tensors.shards(self.rank), shapes).items() if holes}
+        shapes = model.trained_tensors.local_shapes(self.rank)
+        padded = {local for local, holes in local_holes(model.trained_tensors.shards(self.rank), shapes).items() if holes}
         places = {tensor: place for place, tensor in enumerate(saved.specs)}
         slices = sorted(saved.slices, key=lambda stored: (places[stored.tensor], stored.bounds))
         weights, updates = _needs_of_weights(layout), _needs_of_updates(layout)
@@ -287,11 +289,11 @@ class ModelState:
         if group is not None:
             steps = max_over({"steps": steps}, group)["steps"]  # ranks that did not read it have 0
         found: dict[str, float] = {}
-        for shard in model.tensors.shards(self.rank):
+        for shard in model.trained_tensors.shards(self.rank):
             found.setdefault(shard.local, float(steps[places[shard.tensor]]))
         # A buffer with only padding belongs to no tensor; too low a count would set back its whole optimizer group.
         rest = float(steps.max())
-        return {local: found.get(local, rest) for local in model.tensors.local_specs(self.rank)}
+        return {local: found.get(local, rest) for local in model.trained_tensors.local_specs(self.rank)}
 
 
 def _view(tensor: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
@@ -375,7 +377,7 @@ def _of_rank(needs: Needs, rank: int) -> dict[str, list[Shard]]:
 
 
 def _check_tensors(saved: SavedModel, model: TrainedModel) -> None:
-    own = model.tensors.tensors
+    own = model.trained_tensors.tensors
     different = [name for name in dict.fromkeys((*own, *saved.specs)) if saved.specs.get(name) != own.get(name)]
     if different:
         name = different[0]

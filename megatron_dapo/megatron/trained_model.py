@@ -16,10 +16,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
+from megatron_dapo.checkpoints.adapters import MergedWeights, initialize_adapters
+from megatron_dapo.checkpoints.layouts.lora import ADAPTER, LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
-from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
+from megatron_dapo.megatron.lora import attach_adapters
 from megatron_dapo.megatron.model import build_chunks, freeze, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.model_state import ModelState
@@ -45,7 +48,7 @@ OFFLOADS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 EVERYTHING = ("gradients", "optimizer", "weights")
 
-Loader = Callable[[Mapping[str, torch.Tensor], MegatronLayout], None]
+Loader = Callable[[Mapping[str, torch.Tensor], Any], None]  # (fp32 buffers by local name, their layout)
 Output = TypeVar("Output")
 
 
@@ -60,6 +63,7 @@ class TrainingSettings:
     offload: str = "none"  # a name of OFFLOADS
     freeze: tuple[str, ...] = ()  # parts that keep their weights, see `model.freeze`
     is_frozen: bool = False  # only for passes without gradients: no gradients, main params or optimizer
+    lora: LoraConfig = LoraConfig()  # adapters to train in place of the weights, unless its rank is 0
     fixed_tokens: int = 0  # pad every micro-batch to this length; 0: no fixed length, or a common one in a pipeline
     collective_timeout_s: float = 1800.0  # a rank fails after waiting this long for the others
 
@@ -109,6 +113,7 @@ class TrainedModel:
         self.part = part or all_ranks()
         self.rank = self.part.rank
         self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
+        self.adapters = LoraLayout(self.tensors, lora.rank, lora.targets) if (lora := settings.lora).rank else None
         self.parallel_state: ParallelState = initialize_parallel_state(
             layout,
             settings.seed,
@@ -121,11 +126,11 @@ class TrainedModel:
             initialize_overlap(self.config, layout, settings.fixed_tokens)
         schedule.sum_gradients(self.config)
         chunks = build_chunks(architecture, layout, self.config, self.rank)
-        self._check_parameters(named_local_parameters(chunks))
-        buffers = loading_buffers(named_local_parameters(chunks))
-        load(buffers, self.tensors)
-        exact = round_into(named_local_parameters(chunks), buffers)
-        del buffers  # an fp32 copy of the model's shard
+        exact = self._load(named_local_parameters(chunks), self.tensors, load)
+        if self.adapters is not None:
+            attach_adapters(chunks, self.adapters, settings.lora.scale, self.rank)
+            added = {name: each for name, each in named_local_parameters(chunks).items() if ADAPTER in name}
+            exact = self._load(added, self.adapters, self._initialize_adapters)
         if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
         self._gathers_are_due = self._is_on_host = False
@@ -143,29 +148,56 @@ class TrainedModel:
             # All main params are created on the device; freeing the gradients makes room for them.
             self._host.discard(self._tensors("gradients"))
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part, options)
-        set_main_params(self.named_local_parameters(), self.optimizer, exact)
+        set_main_params(self.trained_parameters(), self.optimizer, exact)
         if self._is_on_host:
             self._host.offload(self._tensors("optimizer"))
 
-    def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def _load(
+        self, parameters: Mapping[str, torch.nn.Parameter], tensors: MegatronLayout | LoraLayout, load: Loader
+    ) -> state.Buffers:
+        """Load the parameters and return the loaded values that they cannot hold exactly."""
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        expected = self.tensors.local_shapes(self.rank)
-        difference = sorted(set(shapes.items()) ^ set(expected.items()))
+        difference = sorted(set(shapes.items()) ^ set(tensors.local_shapes(self.rank).items()))
         assert not difference, f"megatron-core and the layout disagree on local parameters: {difference[:4]}"
+        buffers = loading_buffers(parameters)
+        load(buffers, tensors)
+        return round_into(parameters, buffers)
+
+    def _initialize_adapters(self, buffers: Mapping[str, torch.Tensor], tensors: LoraLayout) -> None:
+        initialize_adapters(self.settings.seed, tensors, self.rank, buffers)
 
     @property
     def groups(self) -> Groups:
         return self.parallel_state.groups
 
+    @property
+    def trained_tensors(self) -> MegatronLayout | LoraLayout:
+        """The layout of what is trained: the adapters, or without them the model."""
+        return self.adapters or self.tensors
+
     def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}"."""
+        """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}", without adapters."""
+        return {name: each for name, each in self._parameters().items() if ADAPTER not in name}
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return this rank's live parameters of `trained_tensors`, by their local names."""
+        return {name: each for name, each in self._parameters().items() if self.adapters is None or ADAPTER in name}
+
+    def served_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's part of the model that generates: the parameters, with the adapters merged into them."""
+        parameters = {name: parameter.detach() for name, parameter in self._parameters().items()}
+        if self.adapters is None:
+            return parameters
+        return MergedWeights(self.adapters, self.rank, parameters, self.settings.lora.scale)
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
         self.onload(("weights",))
         self.finish_steps()
         return named_local_parameters(self.chunks)
 
     def copy_weights(self) -> dict[str, torch.Tensor]:
-        """Return a copy of this rank's parameters in host memory."""
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.named_local_parameters().items()}
+        """Return a copy of this rank's trained parameters in host memory."""
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained_parameters().items()}
 
     @contextmanager
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -179,12 +211,12 @@ class TrainedModel:
 
     def _put_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter in self.named_local_parameters().items():
+            for name, parameter in self.trained_parameters().items():
                 parameter.copy_(weights[name])
 
     def take_weights(self, other: TrainedModel) -> None:
-        """Copy the parameters of a model of the same architecture, layout and type."""
-        self._put_weights(other.named_local_parameters())
+        """Copy the parameters of a model of the same architecture, layout and type, with its adapters merged."""
+        self._put_weights(other.served_parameters())
 
     def finish_steps(self) -> None:
         """Gather the weights of the last step if `overlap_param_gather` left that to the next forward pass."""
@@ -196,7 +228,7 @@ class TrainedModel:
         """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks; frozen parameters
         have none."""
         self.onload(("gradients",))
-        parameters: dict[str, Any] = self.named_local_parameters()
+        parameters: dict[str, Any] = self.trained_parameters()
         return {name: each.main_grad for name, each in parameters.items() if each.requires_grad}
 
     @property
@@ -244,7 +276,9 @@ class TrainedModel:
         """Return this rank's whole state as flat tensors (see `megatron.state`). They are live; for offloaded tensors they
         are the host copies."""
         self.finish_steps()
-        found = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
+        parameters = named_local_parameters(self.chunks)
+        trained = {name: each for name, each in parameters.items() if self.adapters is None or ADAPTER in name}
+        found = state.state_shards(trained, self.optimizer)
         tensors = {name: self._to_save(tensor) for name, tensor in found.items()}
         return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}
 
@@ -265,11 +299,11 @@ class TrainedModel:
         host are offloaded: fill them inside `on_device`."""
         self.onload(("optimizer", "weights"))
         host = self._host if self._is_on_host else None
-        return state.loading_state(self.named_local_parameters(), self.optimizer, host)
+        return state.loading_state(self.trained_parameters(), self.optimizer, host)
 
     def finish_loading(self, loaded: Mapping[str, torch.Tensor], steps: Mapping[str, float]) -> None:
         """Put loaded tensors in place; see `state.finish_loading`."""
-        state.finish_loading(self.named_local_parameters(), self.optimizer, loaded, steps)
+        state.finish_loading(self.trained_parameters(), self.optimizer, loaded, steps)
         self._settle()
 
     def _settle(self) -> None:

@@ -6,6 +6,7 @@ processes they travel in the narrower of the two types.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
@@ -26,6 +27,21 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 _ALONE_BYTES = 1 << 20  # a transfer of this size is a separate bucket, sent from and received into its place
 # Offsets in a bucket are multiples of this, so that any part can be viewed as any element type.
 _ALIGNMENT = 16
+
+
+class ComputedBuffers(Mapping[str, torch.Tensor]):
+    """`Buffers` whose values are computed when they are read, e.g. quantized ones."""
+
+    @abstractmethod
+    def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
+        """Return global slice `bounds` of `shard`, without building the whole buffer."""
+
+
+def read_shard(buffers: Buffers, shard: Shard, bounds: Slice) -> torch.Tensor:
+    """Return global slice `bounds` of `shard`; a view of its buffer if that holds the values."""
+    if isinstance(buffers, ComputedBuffers):
+        return buffers.chunk(shard, bounds)
+    return shard_view(buffers[shard.local], shard, bounds)
 
 
 class ShardReader(Protocol):
@@ -119,7 +135,7 @@ def wire_dtype(plan: ReshardPlan, tensor: str) -> torch.dtype:
 
 
 def _copy_local(transfer: Transfer, sources: Buffers, destinations: Buffers) -> int:
-    source = shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds)
+    source = read_shard(sources, transfer.source_shard, transfer.bounds)
     destination = shard_view(
         destinations[transfer.destination_shard.local], transfer.destination_shard, transfer.bounds
     )
@@ -188,7 +204,7 @@ def _in_place(
     dtype_of: DtypeOf, transfers: list[Transfer], shards: list[Shard], buffers: Buffers
 ) -> torch.Tensor | None:
     """Return a bucket of one transfer as bytes of the buffer itself; None if other bytes travel."""
-    if len(transfers) != 1:
+    if len(transfers) != 1 or isinstance(buffers, ComputedBuffers):
         return None
     [transfer], [shard] = transfers, shards
     view = shard_view(buffers[shard.local], shard, transfer.bounds)
@@ -197,10 +213,10 @@ def _in_place(
 
 
 def _pack(dtype_of: DtypeOf, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:
-    device = sources[transfers[0].source_shard.local].device
+    device = read_shard(sources, transfers[0].source_shard, transfers[0].bounds).device
     bucket = torch.empty(sum(_wire_bytes(dtype_of, t) for t in transfers), dtype=torch.uint8, device=device)
     for transfer, part in _parts(dtype_of, transfers, bucket):
-        part.copy_(shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds))
+        part.copy_(read_shard(sources, transfer.source_shard, transfer.bounds))
     return bucket
 
 

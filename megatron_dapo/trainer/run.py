@@ -94,10 +94,9 @@ class PreparedRun:
             return {}
         target = RunPaths(config.run.output_dir).huggingface
         if actor is not None:
-            parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
             group = self.context.topology.policy.group
             with replace_directory(target, group) as directory:
-                export_to_huggingface(directory, config.model.path, actor.tensors, parameters, group)
+                export_to_huggingface(directory, config.model.path, actor.tensors, actor.served_parameters(), group)
         critic = {"critic": self.export_critic()} if config.has_critic else {}
         return {"huggingface": target, **critic}
 

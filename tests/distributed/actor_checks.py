@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from megatron_dapo.models.blocks import MixtureOfExperts
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
+from megatron_dapo.reshard.layout import Layout
 from megatron_dapo.types import MicroBatch
 
 VOCABULARY = 300  # not a multiple of 128 x TP: the last rows are padding
@@ -181,9 +182,16 @@ def _routed(gate: Any, chosen: torch.Tensor, hidden: torch.Tensor) -> tuple[torc
     return logits, weights / weights.sum(1, keepdim=True) if gate.norm_topk_prob else weights, experts
 
 
-def write_reference(directory: str | Path, name: str) -> None:
-    """Compute the reference of model `name` on `ragged_batch()` and write it to `directory`."""
+def write_reference(
+    directory: str | Path, name: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+) -> None:
+    """Compute the reference of model `name` on `ragged_batch()` and write it to `directory`.
+
+    `change` may write to the model's tensors, by their names on disk; what it returns is written in place of "weight/" tensors.
+    """
     model, batch = reference_model(name), ragged_batch()
+    with torch.no_grad():
+        weights = None if change is None else change(stored_tensors(dict(model.named_parameters())))
     single = ParallelLayout(world_size=1)
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for index, parts in enumerate(batch.micro_batches):
@@ -205,7 +213,7 @@ def write_reference(directory: str | Path, name: str) -> None:
         "loss": total.detach()
     }
     for kind, whole in (
-        ("weight", dict(model.named_parameters())),
+        ("weight", dict(model.named_parameters()) if weights is None else weights),
         ("gradient", {name: parameter.grad for name, parameter in model.named_parameters()}),
     ):
         for parameter_name, tensor in stored_tensors(whole).items():
@@ -215,7 +223,7 @@ def write_reference(directory: str | Path, name: str) -> None:
 
 
 def fill_local(
-    local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank: int, source: Mapping[str, torch.Tensor]
+    local: Mapping[str, torch.Tensor], tensors: Layout, rank: int, source: Mapping[str, torch.Tensor]
 ) -> None:
     """Cut this rank's local buffers out of whole tensors, padding being zero."""
     for buffer in local.values():
@@ -337,13 +345,18 @@ def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) 
     """Largest over local parameters of |difference| / |reference|, both 2-norms."""
     local = actor.gradients()
     expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in local.items()}
-    fill_local(expected, actor.tensors, dist.get_rank(), gradients)
+    fill_local(expected, actor.trained_tensors, dist.get_rank(), gradients)
     return max(float((local[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
 
 
 def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
     """Errors of log-probs, loss, gradients and gradient norm against the reference, the largest over ranks."""
-    actor, batch = build_actor(want, layout, settings), ragged_batch()
+    return parity_of(build_actor(want, layout, settings), want)
+
+
+def parity_of(actor: MegatronActor, want: Reference) -> dict[str, float]:
+    """Errors of an actor with the reference's weights, see `parity`."""
+    layout, batch = actor.layout, ragged_batch()
     mine = batch.of_rank(layout, dist.get_rank(), want.architecture.experts if actor.replays_routing else None)
     micro_batches = [micro_batch for _, micro_batch in mine]
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
@@ -457,7 +470,7 @@ def take_over(model: TrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad(), model.on_device(list(buffers.values())):
         for key, buffer in buffers.items():
             buffer.copy_(tensors[key]) if key in tensors else buffer.zero_()
-    steps = {name: float(tensors.get(f"step/{name}", 0.0)) for name in model.tensors.local_specs(model.rank)}
+    steps = {name: float(tensors.get(f"step/{name}", 0.0)) for name in model.trained_tensors.local_specs(model.rank)}
     model.finish_loading(buffers, steps)
     model.load_rank_state(tensors)
 

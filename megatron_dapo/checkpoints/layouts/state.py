@@ -21,6 +21,7 @@ from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import LANGUAGE_MODEL
 from megatron_dapo.reshard.assignment import Candidate, worst_fit
@@ -85,7 +86,7 @@ class StateLayout:
     """Training state of a model of layout `weights`, with or without the distributed optimizer.
 
     Args:
-        weights: the layout of the parameters.
+        weights: the layout of the trained parameters.
         distributed: the optimizer state is split over data- and context-parallel ranks.
         order: names of a layer's parameters in the order in which the modules register them. Ranges depend on it.
         grouped: a layer registers one matrix of all experts before the next (`moe_grouped_gemm`), not expert by expert.
@@ -95,7 +96,7 @@ class StateLayout:
 
     def __init__(
         self,
-        weights: MegatronLayout,
+        weights: MegatronLayout | LoraLayout,
         distributed: bool,
         order: Sequence[str] = LAYER_ORDER,
         ranges: Sequence[Mapping[str, Range]] | None = None,

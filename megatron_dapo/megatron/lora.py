@@ -1,0 +1,166 @@
+"""LoRA adapters (arXiv:2106.09685) on the linear layers of megatron-core's model chunks.
+
+A linear layer with frozen weight W computes y = W x + scale B A x. Its adapter is a submodule, so the layer may be one of
+ours, megatron-core's or Transformer Engine's. Tensor-parallel ranks exchange only A x, which has r numbers a token:
+
+| layer | A | B | A x |
+|---|---|---|---|
+| column-parallel (linear_qkv, linear_fc1) | whole | rows of the rank | gathered under sequence parallelism |
+| row-parallel (linear_proj, linear_fc2) | columns of the rank | whole | summed (and scattered) over tensor ranks |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dapo.checkpoints.layouts.lora import WEIGHT, AdapterBuffers, LoraLayout
+from megatron_dapo.checkpoints.layouts.state import EXPERTS
+from megatron_dapo.megatron.layers import PostNorm, rms_norm
+from megatron_dapo.megatron.model import unwrap
+
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer on one rank: maps the layer's input to what is added to its output."""
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        buffers: AdapterBuffers,
+        scale: float,
+        config: TransformerConfig,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`group`: the ranks over which the layer is cut, tensor ranks or those of an expert."""
+        super().__init__()
+        settings: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.a = torch.nn.Parameter(torch.full(buffers.a.shape, torch.nan, **settings))
+        self.b = torch.nn.Parameter(torch.full(buffers.b.shape, torch.nan, **settings))
+        self.scale, self.config, self.group = scale, config, group
+        self.is_column_parallel = buffers.layer.endswith(_COLUMN_PARALLEL)
+        self.is_expert = EXPERTS in buffers.layer
+        # In a tuple, so that it is not a parameter of this module as well.
+        self._norm = (getattr(layer, "layer_norm_weight", None),)
+        self.register_buffer("places", _places(buffers, settings), persistent=False)
+        self._mark(layer)
+
+    def _mark(self, layer: torch.nn.Module) -> None:
+        """Tell megatron-core which gradients it must sum over tensor ranks, and which count once in the gradient's norm."""
+        cut, whole = (self.b, self.a) if self.is_column_parallel else (self.a, self.b)
+        set_tensor_model_parallel_attributes(cut, True, 0 if self.is_column_parallel else 1, 1)
+        for parameter in (self.a, self.b):
+            parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+        if self.is_expert:
+            # Unmarked parameters count on tensor rank 0, but other tensor ranks hold other experts.
+            if self.group.rank() == 0:
+                set_tensor_model_parallel_attributes(whole, True, 0, 1)
+        else:
+            # Each rank has seen only its tokens.
+            whole.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, ..., this rank's inputs] to [tokens, ..., this rank's outputs]."""
+        if self.is_expert:
+            return self._expert(hidden)
+        if self._norm[0] is not None:
+            settings = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
+            hidden = rms_norm(hidden, self._norm[0], *settings)
+        small = F.linear(hidden, self.a)
+        if self.is_column_parallel and self.config.sequence_parallel:
+            small = gather_from_sequence_parallel_region(small, tensor_parallel_output_grad=True, group=self.group)
+        elif self.is_column_parallel:
+            small = copy_to_tensor_model_parallel_region(small, group=self.group)
+        elif self.config.sequence_parallel:
+            small = reduce_scatter_to_sequence_parallel_region(small, group=self.group)
+        else:
+            small = reduce_from_tensor_model_parallel_region(small, group=self.group)
+        return F.linear(self.scale * small, self._wide())
+
+    def _expert(self, hidden: torch.Tensor) -> torch.Tensor:
+        # The dispatcher sums outputs, and the gradients of inputs, over the ranks that an expert is cut over: each returns
+        # its share of what they all compute.
+        share = 1 / self.group.size()
+        if self.is_column_parallel:
+            small = F.linear(_Scaled.apply(hidden, 1.0, share), self.a)
+            return F.linear(self.scale * copy_to_tensor_model_parallel_region(small, group=self.group), self._wide())
+        small = reduce_from_tensor_model_parallel_region(F.linear(hidden, self.a), group=self.group)
+        return _Scaled.apply(F.linear(self.scale * small, self._wide()), share, 1.0)
+
+    def _wide(self) -> torch.Tensor:
+        """Return B as [rows, m r]: a row multiplies the numbers of its own matrix only."""
+        if self.places is None:
+            return self.b
+        return (self.b[:, None] * self.places[:, :, None]).flatten(1)
+
+
+def _places(buffers: AdapterBuffers, settings: dict[str, Any]) -> torch.Tensor | None:
+    """Return [rows, m] with 1 where a row belongs to a matrix; None if all rows belong to one."""
+    places = torch.zeros(buffers.b.shape[0], len(buffers.matrices), **settings)
+    stack = {shard.tensor: place for place, shard in enumerate(buffers.a.shards)}
+    for shard in buffers.b.shards:
+        first, matrix = shard.local_offset[0], shard.tensor.replace(".lora_B.", ".lora_A.")
+        places[first : first + shard.shape[0], stack[matrix]] = 1
+    return None if places.shape[1] == 1 and bool(places.all()) else places
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiply the values by one number and their gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.factor = backward
+        return values.view_as(values) if forward == 1 else values * forward
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient if ctx.factor == 1 else gradient * ctx.factor, None, None
+
+
+def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale: float, rank: int) -> None:
+    """Freeze the chunks and add the adapters of `layout`, whose weights are NaN until loaded.
+
+    Raise ValueError for a layer that has no module of its own (grouped experts).
+    """
+    for chunk in map(unwrap, chunks):
+        chunk.requires_grad_(False)
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            # Recomputation passes no gradient to the parameters of a layer whose input needs none.
+            chunk.embedding.register_forward_hook(_require_gradient)
+    for buffers in layout.adapters(rank):
+        stage, _, path = buffers.layer.partition(".")
+        chunk = unwrap(chunks[int(stage)])
+        try:
+            layer = chunk.get_submodule(path)
+        except AttributeError:
+            raise ValueError(
+                f"LoRA on {buffers.matrices[0]}{WEIGHT} needs experts as separate layers: set megatron.moe_grouped_gemm = false, "
+                "or leave gate_proj, up_proj and down_proj out of model.lora.targets"
+            ) from None
+        groups = chunk.pg_collection
+        group = groups.expt_tp if EXPERTS in buffers.layer else groups.tp
+        layer.adapter = Adapter(layer, buffers, scale, chunk.config, group)
+        if not isinstance(layer, PostNorm):  # it adds the adapter before its norm
+            layer.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    assert isinstance(layer.adapter, Adapter)
+    return (output[0] + layer.adapter(inputs[0]), *output[1:])
+
+
+def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
