@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.formats.huggingface_writer import DEFAULT_SHARD_BYTES, hf_checkpoint_writer, output_specs
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription, write_peft
 from megatron_dapo.checkpoints.formats.safetensors import StoredModel
+from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import check_buffers
 from megatron_dapo.models.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
@@ -86,6 +88,22 @@ def export_to_huggingface(
         with _share_failure(group, device):
             stack.close()  # on rank 0 it leaves the writer's context: check, then rename
     return ExportReport(Path(target), len(specs), sum(spec.num_bytes for spec in specs.values()))
+
+
+def export_adapters(
+    target: Path, layout: LoraLayout, parameters: Buffers, description: AdapterDescription, group: dist.ProcessGroup | None
+) -> None:
+    """Write the adapters of all ranks' `parameters` as a PEFT directory. Collective over `group`, see
+    `export_to_huggingface`."""
+    rank, device = 0 if group is None else dist.get_rank(group), next(iter(parameters.values())).device
+    # They are small: whole on rank 0 at once.
+    whole = {n: torch.empty(s.shape, dtype=s.dtype, device=device) for n, s in layout.tensors.items() if rank == 0}
+    reshard = plan(layout, SingleHolderLayout(layout.tensors, layout.num_ranks))
+    with torch.no_grad():
+        execute_distributed(reshard, parameters, whole, group)
+    with _share_failure(group, device):
+        if rank == 0:
+            write_peft(target, description, layout.tensors, whole.__getitem__)
 
 
 def export_stored_model(

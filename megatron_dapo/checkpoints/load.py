@@ -15,7 +15,15 @@ from megatron_dapo.checkpoints.layouts.computed import ComputedLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
-from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes, shard_view, slice_view
+from megatron_dapo.reshard.layout import (
+    Layout,
+    Shard,
+    SingleHolderLayout,
+    TensorSpec,
+    local_holes,
+    shard_view,
+    slice_view,
+)
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 

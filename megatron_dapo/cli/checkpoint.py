@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpoints.disk_space import size
 from megatron_dapo.checkpoints.export import ExportReport, export_stored_model
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription, MergedModel, base_fingerprint, write_peft
+from megatron_dapo.checkpoints.formats.safetensors import StoredModel
 from megatron_dapo.checkpoints.formats.saved_model import SavedModel, index_file, model_names
 from megatron_dapo.checkpoints.state_difference import compare_states
 from megatron_dapo.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, step_of, wrong_files
 from megatron_dapo.config import Config, read_resolved
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.checkpointing import CRITIC, POLICY
 
@@ -51,8 +56,40 @@ def export_checkpoint(
     the run's config.json names. ValueError, CheckpointError or OSError in one line; then `target` is not there.
     """
     checkpoint, name, source = _exportable(path, is_critic, source, verifies)
-    with SavedModel(checkpoint.directory, name) as model:
+    with whole_model(checkpoint, name, source) as model:
         return export_stored_model(target, model, source, has_value_head=is_critic)
+
+
+@contextmanager
+def whole_model(checkpoint: Checkpoint, name: str, source: Path) -> Iterator[StoredModel]:
+    """Open a checkpoint's model; adapters are merged into the weights of `source`, which must be those they belong to."""
+    with SavedModel(checkpoint.directory, name) as model, ExitStack() as stack:
+        if model.lora is None:
+            yield model
+            return
+        require_base(model.lora, source, checkpoint.directory)
+        base = stack.enter_context(HFCheckpoint(source))
+        yield MergedModel(base, read_architecture(source), model, model.lora)
+
+
+def require_base(lora: AdapterDescription, source: Path, where: Path) -> None:
+    """Raise ValueError unless `source` is the model that the adapters in `where` belong to."""
+    own = replace(lora, base_path=str(source), base_fingerprint=base_fingerprint(source))
+    lora.require_same_as(own, str(where))
+
+
+def export_adapters(path: Path, target: Path, source: Path | None = None, verifies: bool = True) -> int:
+    """Write the adapters of a checkpoint as a PEFT directory and return their number of elements.
+
+    Arguments and errors are those of `export_checkpoint`; ValueError for a checkpoint without adapters.
+    """
+    checkpoint, name, source = _exportable(path, False, source, verifies)
+    with SavedModel(checkpoint.directory, name) as model:
+        if model.lora is None:
+            raise ValueError(f"checkpoint {checkpoint.directory}: its run trained all weights, not adapters: leave --format out")
+        require_base(model.lora, source, checkpoint.directory)
+        write_peft(target, replace(model.lora, base_path=str(source)), model.specs, model.read_tensor)
+        return sum(spec.num_elements for spec in model.specs.values())
 
 
 def export_torch_dist(path: Path, target: Path, source: Path | None = None, verifies: bool = True) -> int:
@@ -63,7 +100,7 @@ def export_torch_dist(path: Path, target: Path, source: Path | None = None, veri
     from megatron_dapo.converters.torch_dist import write_torch_dist_model
 
     checkpoint, name, source = _exportable(path, False, source, verifies)
-    with SavedModel(checkpoint.directory, name) as model:
+    with whole_model(checkpoint, name, source) as model:
         return write_torch_dist_model(model, source, target, checkpoint.step)
 
 

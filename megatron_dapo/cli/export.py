@@ -28,8 +28,8 @@ def export(
     ] = None,
     verify: Annotated[bool, typer.Option(help="check every byte of the model's files first")] = True,
     form: Annotated[
-        Literal["huggingface", "torch_dist"],
-        typer.Option("--format", help="torch_dist: a checkpoint that Megatron-LM loads in any layout"),
+        Literal["huggingface", "torch_dist", "peft"],
+        typer.Option("--format", help="torch_dist: a checkpoint that Megatron-LM loads in any layout; peft: LoRA adapters"),
     ] = "huggingface",
     space: Annotated[
         Path | None, typer.Option(help="write the demo of a run as a Hugging Face Space to this directory")
@@ -44,8 +44,8 @@ def export(
     """Write the model of any checkpoint as a Hugging Face directory, or the demo of a run as a Space; --push uploads it."""
     if target is not None and space is not None or (target, space, push) == (None, None, ""):
         refuse("export: give a checkpoint and the directory to write, a run and --space DIRECTORY, or either and --push NAME")
-    if form == "torch_dist" and (critic or target is None or push):
-        refuse("export --format torch_dist: it is for the policy of a checkpoint, and is not pushed")
+    if form != "huggingface" and (critic or target is None or push):
+        refuse(f"export --format {form}: it is for the policy of a checkpoint, and is not pushed")
     if critic and push:
         refuse("--critic and --push: a policy is pushed")
     if not source.exists():  # checked first: the imports below take seconds
@@ -75,8 +75,10 @@ def export(
 
 def _write_model(source: Path, target: Path, critic: bool, model: Path | None, verify: bool, form: str) -> str:
     """Write the model of a checkpoint and return the line about it."""
-    from megatron_dapo.cli.checkpoint import export_checkpoint, export_torch_dist
+    from megatron_dapo.cli.checkpoint import export_adapters, export_checkpoint, export_torch_dist
 
+    if form == "peft":
+        return f"{target}: {export_adapters(source, target, model, verify):,} weights of adapters"
     if form == "torch_dist":
         return f"{target}: {size(export_torch_dist(source, target, model, verify))} for Megatron-LM"
     report = export_checkpoint(source, target, critic, model, verify)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.model_schema import ParallelConfig
-from megatron_dapo.config.rules import Violation, value_of
+from megatron_dapo.config.rules import UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Rule
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.lora import adapter_shapes
 from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
 _OVERLAPS = 'megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False)'
@@ -195,6 +196,23 @@ PRECISION_RULES = (
     ),
 )
 
+_LORA = "model.lora.rank > 0"
+LORA_RULES = (
+    Rule("not computes_in_fp8", 'set precision.recipe = "", or model.lora.rank = 0', when=_LORA),
+    Rule(
+        'sglang.quantization == "none"',
+        'set sglang.quantization = "none", or model.lora.rank = 0',
+        when=_LORA,
+        reason="the scales of FP8 weights are computed from weights without adapters",
+    ),
+    Rule(
+        "sglang.weight_sync_full_interval == 1",
+        "set sglang.weight_sync_full_interval = 1",
+        when=_LORA,
+        reason="an adapter changes every weight of its matrix",
+    ),
+)
+
 PRECISION_ARCHITECTURE_RULES = (
     *(
         Rule(
@@ -243,6 +261,15 @@ _SIZES = (
 def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
     """Return the sizes of the model that formulas refer to."""
     return {name: getattr(architecture, name) for name in _SIZES}
+
+
+def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
+    """Yield the violation of an adapter for a matrix that the model does not have."""
+    path, lora = "model.lora.targets", config.model.lora
+    try:
+        adapter_shapes(architecture.shapes(), lora.rank, lora.targets if lora.rank else ())
+    except ValueError as error:
+        yield UnusableInput(path, str(error), "leave it out of model.lora.targets")
 
 
 def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:

@@ -19,6 +19,7 @@ from megatron_dapo.config.environment_rules import ENVIRONMENT_ARCHITECTURE_RULE
 from megatron_dapo.config.layout_rules import (
     CRITIC,
     LAYOUT_RULES,
+    LORA_RULES,
     POLICY,
     PRECISION_ARCHITECTURE_RULES,
     PRECISION_RULES,
@@ -26,6 +27,7 @@ from megatron_dapo.config.layout_rules import (
     architecture_facts,
     architecture_rules,
     layout_facts,
+    missing_targets,
     unfit_shapes,
     world_rules,
 )
@@ -65,7 +67,7 @@ def validate(
     facts = facts_of(config, processes - own)
     found += broken(
         (
-            *(*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES),
+            *(*RULES, *LAYOUT_RULES, *PRECISION_RULES, *LORA_RULES, *CRITIC_RULES),
             *(*ENGINE_RULES, *ENVIRONMENT_RULES, *STREAM_RULES),
         ),
         config,
@@ -79,6 +81,7 @@ def validate(
         sizes = {**facts, **architecture_facts(architecture)}
         found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE), config, sizes, outside.keys())
         found += unfit_shapes(config, architecture, POLICY)
+        found += missing_targets(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.
     if own >= processes >= 1:

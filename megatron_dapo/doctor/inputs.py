@@ -29,6 +29,7 @@ from megatron_dapo.files.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, deco
 from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.models.config_json import planned_directory, read_architecture
+from megatron_dapo.models.lora import adapter_shapes
 from megatron_dapo.telemetry.terminal import quiet_libraries
 from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
@@ -131,7 +132,8 @@ def _other_model(config: Config) -> str:
         index = read_json(found[-1])
         saved = {name: tuple(shape) for name, shape in index["tensors"].items()}
         kind = index["kinds"]["parameter"]
-        own = read_architecture(planned_directory(config.model.path)).shapes()
+        own, lora = read_architecture(planned_directory(config.model.path)).shapes(), config.model.lora
+        own = adapter_shapes(own, lora.rank, lora.targets) if lora.rank else own
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return ""  # a damaged checkpoint falls back to an older one, and a model's directory has its own check
     different = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megatron_dapo.checkpoints.export import export_adapters
+from megatron_dapo.checkpoints.formats.peft import base_fingerprint
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.megatron.experts import replay_routing, take_replayed
@@ -202,7 +204,18 @@ class MegatronActor(TrainedModel):
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
 
-        return cls(read_architecture(model_dir), layout, settings, load, running_models, part)
+        actor = cls(read_architecture(model_dir), layout, settings, load, running_models, part)
+        if settings.lora.rank and actor.rank == 0:
+            fingerprint = base_fingerprint(Path(model_dir)) if random_seed is None else f"random {random_seed}"
+            actor.base = str(model_dir), fingerprint
+        return actor
+
+    def export_adapters(self, target: Path) -> None:
+        """Write the adapters as a PEFT directory. Collective."""
+        description = self.adapter_description()
+        assert self.adapters is not None and description is not None, "the model has no adapters"
+        parameters = {name: each.detach() for name, each in self.trained_parameters().items()}
+        export_adapters(target, self.adapters, parameters, description, self.part.collective_group)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
         """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's token order

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.ops.fp8 import blockwise_linear, blockwise_linear_padded
 
-
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import RowParallelLinear as _RowParallel
 else:

@@ -26,16 +26,19 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.checkpoints.layouts.lora import WEIGHT, AdapterBuffers, LoraLayout
+from megatron_dapo.checkpoints.layouts.lora import AdapterBuffers, LoraLayout
 from megatron_dapo.checkpoints.layouts.state import EXPERTS
 from megatron_dapo.megatron.layers import PostNorm, rms_norm
 from megatron_dapo.megatron.model import unwrap
+from megatron_dapo.models.lora import WEIGHT
 
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
 class Adapter(torch.nn.Module):
     """The adapter of one linear layer on one rank: maps the layer's input to what is added to its output."""
+
+    places: torch.Tensor | None  # see `_places`
 
     def __init__(
         self,

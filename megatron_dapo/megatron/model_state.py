@@ -198,6 +198,8 @@ class ModelState:
         if self._index is None:
             slices = {rank_file(name, rank): layout.saved(rank) for rank in range(layout.num_ranks)}
             self._index = state_index(layout.weights.tensors, layout.weights.parallel, layout.distributed, slices, self._is_trained)
+            if (lora := self._model.adapter_description()) is not None:
+                self._index["lora"] = lora.to_json()
         return self._index
 
     _index: dict[str, Any] | None = None
@@ -384,8 +386,11 @@ def _check_tensors(saved: SavedModel, model: TrainedModel) -> None:
         there, here = (_described(specs.get(name)) for specs in (saved.specs, own))
         raise OtherModelError(
             f"{saved.path}: {saved.name} is another model: {len(different)} tensors differ, first {name}: saved {there}, here "
-            f"{here}; set model.path, model.dtype and critic.path to those of the checkpoint, or start a new run"
+            f"{here}; set model.path, model.dtype, model.lora and critic.path to those of the checkpoint, or start a new run"
         )
+    lora = model.adapter_description()
+    if model.rank == 0 and saved.lora is not None and lora is not None:  # only rank 0 has read the base
+        saved.lora.require_same_as(lora, str(saved.path))
 
 
 def _described(spec: Any) -> str:

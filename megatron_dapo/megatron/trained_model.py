@@ -17,6 +17,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
 from megatron_dapo.checkpoints.adapters import MergedWeights, initialize_adapters
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription
 from megatron_dapo.checkpoints.layouts.lora import ADAPTER, LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
 from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
@@ -85,6 +86,7 @@ class TrainedModel:
     """
 
     head: ClassVar[str]  # head of the architectures that the subclass trains
+    base: tuple[str, str] = ("", "")  # path and fingerprint of the model that adapters belong to, on rank 0
     replays_routing = False  # use the engine's choice of experts if micro-batches contain it
     reads_supports = False  # its head renormalizes over what tokens were drawn from
 
@@ -174,6 +176,11 @@ class TrainedModel:
     def trained_tensors(self) -> MegatronLayout | LoraLayout:
         """The layout of what is trained: the adapters, or without them the model."""
         return self.adapters or self.tensors
+
+    def adapter_description(self) -> AdapterDescription | None:
+        """Return what the adapters are and which model they belong to; None without adapters."""
+        lora = self.settings.lora
+        return AdapterDescription(lora.rank, lora.alpha, lora.targets, *self.base) if lora.rank else None
 
     def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}", without adapters."""

@@ -13,6 +13,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, Lambda
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.checkpoints.critic import ValueHeadInit
+from megatron_dapo.config.model_schema import LoraConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
@@ -133,7 +134,7 @@ def _load_frozen(
 ) -> MegatronActor:
     """Return a model on the policy's layout that is not trained. `offload`: model.offload if None."""
     settings = _actor_settings(config, topology)
-    settings = replace(settings, is_frozen=True, offload=settings.offload if offload is None else offload)
+    settings = replace(settings, is_frozen=True, lora=LoraConfig(), offload=settings.offload if offload is None else offload)
     return _load_actor(config, topology, path, settings, running_models)
 
 
@@ -155,6 +156,7 @@ def _load_teachers(
 def _actor_settings(config: Config, topology: RunTopology, replays_routing: bool = False) -> ActorSettings:
     return ActorSettings(
         model=_model_settings(config, config.megatron),
+        lora=config.model.lora,
         optimizer=config.optimizer,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,

@@ -97,8 +97,13 @@ class PreparedRun:
             group = self.context.topology.policy.group
             with replace_directory(target, group) as directory:
                 export_to_huggingface(directory, config.model.path, actor.tensors, actor.served_parameters(), group)
-        critic = {"critic": self.export_critic()} if config.has_critic else {}
-        return {"huggingface": target, **critic}
+        others = {"critic": self.export_critic()} if config.has_critic else {}
+        if config.model.lora.rank:
+            others["adapter"] = target.with_name("adapter")
+            if actor is not None:
+                with replace_directory(others["adapter"], self.context.topology.policy.group) as directory:
+                    actor.export_adapters(directory)
+        return {"huggingface": target, **others}
 
     def export_critic(self) -> Path:
         """Export the critic as a Hugging Face directory together with its optimizer state. Collective."""

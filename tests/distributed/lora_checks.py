@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from actor_checks import Reference, build_actor, fill_local, model_settings, parity_of, write_reference
 
-from megatron_dapo.checkpoints.layouts.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.config.model_schema import LORA_TARGETS, LoraConfig
 from megatron_dapo.megatron import schedule
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
 
 RANK, ALPHA = 3, 4.5

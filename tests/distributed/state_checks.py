@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_dapo.checkpoints.store import (
     newest_valid,
     save_checkpoint,
 )
-from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
 from megatron_dapo.files.checksums import DamagedError
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.megatron.actor import ActorSettings
@@ -42,6 +43,7 @@ def build(arguments: Mapping[str, Any], case: Mapping[str, Any], side: Mapping[s
         optimizer=OptimizerConfig(on_host=side.get("on_host", False)),
         use_distributed_optimizer=side.get("distributed", True),
         is_frozen=case.get("untrained", False),
+        lora=LoraConfig.model_validate_json(json.dumps(case.get("lora", {}))),
     )
     layout = ParallelLayout(world_size=dist.get_world_size(), **side["layout"])
     return build_actor(Reference.read(arguments["references"], case["model"]), layout, settings)

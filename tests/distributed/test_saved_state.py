@@ -72,6 +72,20 @@ CASES: list[dict[str, Any]] = [
         "target": {"layout": {"pipeline": 2}},
         "dtype": "bfloat16",
     },
+    {
+        "model": "qwen3-moe-mixed",
+        "lora": {"rank": 3, "targets": ("q_proj", "v_proj", "up_proj", "down_proj")},
+        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}},
+        "target": {"layout": {"pipeline": 2, "expert": 2}, "on_host": True},
+        "dtype": "bfloat16",
+    },
+    {
+        "long": True,
+        "model": "qwen3",
+        "lora": {"rank": 8},
+        "source": {"layout": {"tensor": 4}},
+        "target": {"layout": {"context": 2, "pipeline": 2}, "distributed": False},
+    },
 ]  # fmt: skip
 
 
@@ -86,7 +100,7 @@ def critic_references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def named(case: dict[str, Any]) -> str:
-    return "-".join([case["model"], *(kind for kind in ("critic", "untrained") if kind in case), f"{case.get('steps', 2)} steps"])
+    return "-".join([case["model"], *(kind for kind in ("lora", "critic", "untrained") if kind in case), f"{case.get('steps', 2)} steps"])
 
 
 @pytest.mark.timeout(450)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription
 from megatron_dapo.checkpoints.formats.safetensors import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.files.checksums import PieceChecksums
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -117,6 +118,8 @@ class SavedModel(StoredModel):
             }
             self.layout: Mapping[str, Any] = dict(document["layout"])
             self.distributed = bool(document["distributed_optimizer"])
+            # Not None: the tensors are adapters of a model that is not in the checkpoint.
+            self.lora = AdapterDescription.from_json(document["lora"]) if "lora" in document else None
             self.slices = [
                 _stored_slice(text, str(file), self.specs) for file, texts in document["files"].items() for text in texts
             ]

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT, adapter_shapes, matrix_name
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 
 # Linear layer of megatron-core -> the Hugging Face matrices that it fuses, in the order of their lora_A.
@@ -30,7 +32,6 @@ FUSED = MappingProxyType(
     }
 )
 ADAPTER = ".adapter."  # in the local name of every adapter's buffer
-WEIGHT, LORA_A, LORA_B = ".weight", ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterBuffers(NamedTuple):
@@ -43,27 +44,13 @@ class AdapterBuffers(NamedTuple):
 
 
 class LoraLayout(ComputedLayout):
-    """Layout of the adapters of rank `lora_rank` for the matrices named `targets` (q_proj, down_proj, ...) of `base`.
-
-    Raise ValueError for a target that no layer of the model has.
-    """
+    """Layout of the adapters of rank `lora_rank` for the matrices of `base` named `targets`, see `adapter_shapes`."""
 
     def __init__(self, base: MegatronLayout, lora_rank: int, targets: Collection[str]) -> None:
         self.base, self.lora_rank, self.targets = base, lora_rank, frozenset(targets)
-        tensors: dict[str, TensorSpec] = {}
-        for name, spec in base.tensors.items():
-            if _matrix(name) in self.targets:
-                (rows, columns), module = spec.shape, name.removesuffix(WEIGHT)
-                tensors[module + LORA_A] = TensorSpec((lora_rank, columns), spec.dtype)
-                tensors[module + LORA_B] = TensorSpec((rows, lora_rank), spec.dtype)
-        adapted = {name.removesuffix(LORA_A).rpartition(".")[2] for name in tensors if name.endswith(LORA_A)}
-        if missing := sorted(self.targets - adapted):
-            known = sorted({_matrix(name) for name in base.tensors} & {each for fused in FUSED.values() for each in fused})
-            raise ValueError(
-                f"model.lora.targets names {', '.join(missing)}, which no layer of this {base.architecture.model_type} model "
-                f"has; it has {', '.join(known)}"
-            )
-        super().__init__(tensors)
+        [dtype] = {spec.dtype for spec in base.tensors.values()}
+        shapes = adapter_shapes({name: spec.shape for name, spec in base.tensors.items()}, lora_rank, self.targets)
+        super().__init__({name: TensorSpec(shape, dtype) for name, shape in shapes.items()})
         self._adapters_of: dict[Hashable, tuple[AdapterBuffers, ...]] = {}
 
     @property
@@ -71,7 +58,7 @@ class LoraLayout(ComputedLayout):
         return self.base.architecture
 
     @property
-    def parallel(self):  # type: ignore[no-untyped-def]
+    def parallel(self) -> ParallelLayout:
         return self.base.parallel
 
     @property
@@ -94,7 +81,7 @@ class LoraLayout(ComputedLayout):
 
     def _adapters(self, rank: int) -> Iterator[AdapterBuffers]:
         for local, shards in shards_by_buffer(self.base.shards(rank)).items():
-            layer, fused = local.removesuffix(WEIGHT), FUSED.get(_matrix(local), ())
+            layer, fused = local.removesuffix(WEIGHT), FUSED.get(matrix_name(local), ())
             parent = shards[0].tensor.removesuffix(WEIGHT).rpartition(".")[0]
             # All of them, also those without a row on this rank: tensor ranks sum the gradients of equal buffers.
             matrices = tuple(f"{parent}.{name}" for name in fused if name in self.targets)
@@ -124,7 +111,3 @@ def shards_by_buffer(shards: Collection[Shard]) -> Mapping[str, list[Shard]]:
         found.setdefault(shard.local, []).append(shard)
     return found
 
-
-def _matrix(name: str) -> str:
-    """Return q_proj for "model.layers.0.self_attn.q_proj.weight", linear_qkv for a local name."""
-    return name.removesuffix(WEIGHT).rpartition(".")[2]

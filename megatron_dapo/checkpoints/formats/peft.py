@@ -1,0 +1,124 @@
+"""LoRA adapters on disk: which model they belong to, PEFT's directory format, and a stored model with adapters merged in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
+from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
+from megatron_dapo.reshard.layout import Shard, TensorSpec
+from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.untrusted import one_line
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's, before the names of the adapted model
+_SAMPLE = 64  # elements of a tensor that the fingerprint of a model reads
+
+
+@dataclass(frozen=True)
+class AdapterDescription:
+    """What a set of adapters computes, and with which model."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_path: str
+    base_fingerprint: str  # see `base_fingerprint`; "": unknown
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "targets": list(self.targets)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> AdapterDescription:
+        """Raise ValueError, KeyError or TypeError if it is not a description."""
+        fields = {name: document[name] for name in cls.__dataclass_fields__}
+        found = cls(**{**fields, "targets": tuple(map(str, document["targets"]))})
+        if type(found.rank) is not int or found.rank < 1 or not isinstance(found.alpha, float | int):
+            raise ValueError(f"adapters of rank {one_line(found.rank, 50)} and alpha {one_line(found.alpha, 50)}")
+        return found
+
+    def require_same_as(self, own: AdapterDescription, where: str) -> None:
+        """Raise ValueError if adapters described by this, from `where`, mean something else in the model of `own`."""
+        if self.base_fingerprint != own.base_fingerprint:
+            raise ValueError(
+                f"{where}: its adapters belong to the weights of {self.base_path}, and model.path = {own.base_path} has other "
+                "ones; set model.path to that model, or start a new run"
+            )
+        if self.scale != own.scale:
+            raise ValueError(
+                f"{where}: its adapters were trained with alpha / rank = {self.alpha:g} / {self.rank}, not {own.alpha:g} / "
+                f"{own.rank}; set model.lora.alpha = {self.alpha:g}, or start a new run"
+            )
+
+
+def base_fingerprint(directory: Path) -> str:
+    """Return a hash of the first elements of every tensor of a model: cheap, and the same for any division into files."""
+    digest = hashlib.sha256()
+    with HFCheckpoint(directory) as stored:
+        for name, spec in sorted(stored.specs.items()):
+            # One row at most, so that a slice of a large tensor is one read.
+            shape = (*(1 for _ in spec.shape[:-1]), *(min(size, _SAMPLE) for size in spec.shape[-1:]))
+            zeros = (0,) * len(shape)
+            values = torch.empty(shape, dtype=torch.float32)
+            stored.read(0, Shard(name, zeros, spec.shape, name, zeros), Slice(zeros, shape), values)
+            digest.update(f"{name} {tuple(spec.shape)}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_peft(
+    target: Path, description: AdapterDescription, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]
+) -> None:
+    """Write adapters as a directory that `peft.PeftModel.from_pretrained` reads. It appears complete or not at all."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": description.base_path,
+        "r": description.rank,
+        "lora_alpha": description.alpha,
+        "target_modules": list(description.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with atomic_directory(target) as directory:
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        writer = SafetensorsWriter(directory / TENSORS_FILE, {PREFIX + name: spec for name, spec in specs.items()})
+        for name in specs:
+            writer.write(PREFIX + name, read(name))
+        writer.close()
+
+
+class MergedModel(StoredModel):
+    """The model of `architecture` in `base` with the adapters of `adapters` merged in, one tensor in memory at a time."""
+
+    def __init__(
+        self, base: HFCheckpoint, architecture: ModelArchitecture, adapters: StoredModel, description: AdapterDescription
+    ) -> None:
+        super().__init__()
+        [dtype] = {spec.dtype for spec in adapters.specs.values()}
+        self.path = adapters.path
+        self.specs = {name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()}
+        self._base, self._adapters, self._scale = base, adapters, description.scale
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as a run with these adapters serves it: rounded to the run's type after the sum."""
+        weight, matrix = self._base.read_tensor(name).to(self.specs[name].dtype), name.removesuffix(WEIGHT)
+        if matrix + LORA_A not in self._adapters.specs:
+            return weight
+        a, b = (self._adapters.read_tensor(matrix + kind).float() for kind in (LORA_A, LORA_B))
+        return torch.addmm(weight.float(), b, a, alpha=self._scale).to(weight.dtype)

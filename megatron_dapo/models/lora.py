@@ -1,0 +1,31 @@
+"""Names and shapes of LoRA adapters (arXiv:2106.09685): X.weight [out, in] gets X.lora_A.weight [r, in] and X.lora_B.weight
+[out, r], as in PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+WEIGHT, LORA_A, LORA_B = ".weight", ".lora_A.weight", ".lora_B.weight"
+
+
+def matrix_name(name: str) -> str:
+    """Return the last part of a matrix's name: q_proj for "model.layers.0.self_attn.q_proj.weight"."""
+    return name.removesuffix(WEIGHT).rpartition(".")[2]
+
+
+def adapter_shapes(
+    shapes: Mapping[str, tuple[int, ...]], lora_rank: int, targets: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the adapters for the matrices of `shapes` named `targets` (q_proj, down_proj, ...).
+
+    Raise ValueError for a target that the model does not have.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name.endswith(WEIGHT) and len(shape) == 2 and matrix_name(name) in targets:
+            matrix = name.removesuffix(WEIGHT)
+            found |= {matrix + LORA_A: (lora_rank, shape[1]), matrix + LORA_B: (shape[0], lora_rank)}
+    if missing := sorted(set(targets) - {matrix_name(name.removesuffix(LORA_A)) for name in found}):
+        known = sorted({matrix_name(name) for name in shapes if name.endswith("_proj.weight")})
+        raise ValueError(f"model.lora.targets names {', '.join(missing)}; this model has {', '.join(known)}")
+    return found

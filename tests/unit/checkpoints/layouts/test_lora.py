@@ -1,0 +1,101 @@
+"""Layout of adapters, and weights merged with them shard by shard, against whole matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_dapo.checkpoints.adapters import MergedWeights, fresh_lora_a, initialize_adapters
+from megatron_dapo.checkpoints.layouts.lora import LoraLayout
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.config.model_schema import LORA_TARGETS
+from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.reshard.layout import Layout, TensorSpec, check_layout, shard_view, slice_view
+from tests.unit.config import architectures
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+MODELS = {
+    "dense": {**architectures.QWEN_7B, **SMALL, "intermediate_size": 24},
+    "experts": {**architectures.EXPERTS, **SMALL, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12},
+}
+LAYOUTS = [
+    ("dense", {"tensor": 4}),  # more tensor ranks than key-value heads
+    ("dense", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
+    ("experts", {"tensor": 2, "expert": 2}),
+    ("experts", {"tensor": 2, "expert": 2, "expert_tensor": 1, "pipeline": 2}),
+]
+SCALE, RANK = 0.75, 3
+
+
+def adapter_layout(model: str, fields: dict[str, int], targets: tuple[str, ...] = LORA_TARGETS) -> LoraLayout:
+    parallel = ParallelLayout(world_size=8, **fields)
+    return LoraLayout(megatron_layout(parse_architecture(MODELS[model]), parallel, torch.float32), RANK, targets)
+
+
+def drawn(specs: dict[str, TensorSpec], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
+
+
+def local_buffers(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    buffers = {name: torch.zeros(shape) for name, shape in layout.local_shapes(rank).items()}
+    for shard in layout.shards(rank):
+        shard_view(buffers[shard.local], shard).copy_(slice_view(whole[shard.tensor], shard.bounds))
+    return buffers
+
+
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
+@pytest.mark.parametrize(("model", "fields"), LAYOUTS)
+def test_every_rank_merges_its_shards_as_the_whole_matrix(model: str, fields: dict[str, int], targets: tuple[str, ...]) -> None:
+    layout = adapter_layout(model, fields, targets)
+    check_layout(layout)
+    weights, adapters = drawn(layout.base.tensors, 1), drawn(layout.tensors, 2)
+    merged = dict(weights)
+    for name in adapters:
+        if name.endswith(LORA_A):
+            matrix = name.removesuffix(LORA_A)
+            merged[matrix + WEIGHT] = weights[matrix + WEIGHT] + SCALE * adapters[matrix + LORA_B] @ adapters[name]
+    assert sum(not torch.equal(merged[name], weights[name]) for name in weights) == len(adapters) // 2
+    for rank in range(layout.num_ranks):
+        buffers = {**local_buffers(layout.base, rank, weights), **local_buffers(layout, rank, adapters)}
+        served, want = MergedWeights(layout, rank, buffers, SCALE), local_buffers(layout.base, rank, merged)
+        assert served.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(served[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_merged_weight_is_rounded_once() -> None:
+    layout = adapter_layout("dense", {})
+    whole = {**drawn(layout.base.tensors, 1), **drawn(layout.tensors, 2)}
+    buffers = {**local_buffers(layout.base, 0, whole), **local_buffers(layout, 0, whole)}
+    buffers = {name: buffer.bfloat16() for name, buffer in buffers.items()}
+    name, matrix = "0.decoder.layers.1.self_attention.linear_proj.weight", "model.layers.1.self_attn.o_proj"
+    w, b, a = (whole[matrix + kind].bfloat16().double() for kind in (WEIGHT, LORA_B, LORA_A))
+    served = MergedWeights(layout, 0, buffers, SCALE)[name]
+    assert served.dtype == torch.bfloat16 and torch.equal(served, (w + SCALE * b @ a).float().bfloat16())
+
+
+@pytest.mark.parametrize(("model", "fields"), LAYOUTS)
+def test_every_layout_starts_from_the_same_adapters(model: str, fields: dict[str, int]) -> None:
+    layout = adapter_layout(model, fields)
+    whole = {
+        name: torch.zeros(spec.shape) if name.endswith(LORA_B) else fresh_lora_a(5, name, spec.shape)
+        for name, spec in layout.tensors.items()
+    }
+    for rank in range(layout.num_ranks):
+        buffers = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+        initialize_adapters(5, layout, rank, buffers)
+        for name, tensor in local_buffers(layout, rank, whole).items():
+            assert torch.equal(buffers[name], tensor), name
+
+
+def test_a_fresh_lora_a_is_uniform_as_in_peft() -> None:
+    values = fresh_lora_a(0, "x", (64, 400))
+    assert values.abs().max() <= 1 / 20 and abs(float(values.std()) - 1 / 20 / 3**0.5) < 5e-4 and abs(float(values.mean())) < 1e-3
+
+
+def test_a_target_that_the_model_does_not_have_is_named() -> None:
+    with pytest.raises(ValueError, match="names gate; this model has down_proj, gate_proj, k_proj, o_proj, q_proj"):
+        adapter_layout("dense", {}, ("q_proj", "gate"))

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from actor_checks import (
+    ENTROPY_WEIGHT,
+    TEMPERATURE,
+    Reference,
+    build_actor,
+    loss_fn,
+    make_micro_batch,
+    ragged_batch,
+    reference_model,
+)
+from safetensors.torch import load_file
+
+from megatron_dapo.checkpoints.formats.saved_model import index_file, rank_file
+from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
+from megatron_dapo.files.durable import HERE
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import MicroBatch
+
+LAYOUT = ParallelLayout(world_size=1)
+OPTIMIZER = OptimizerConfig(clip_grad=0.05, weight_decay=0.1)
+LORA = LoraConfig(rank=4, alpha=6.0)
+LEARNING_RATE = 5e-3
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def micro_batches(seed: int) -> list[MicroBatch]:
+    return [micro_batch for _, micro_batch in ragged_batch(seed).of_rank(LAYOUT, 0)]
+
+
+def step(actor: MegatronActor, seed: int) -> float:
+    result = actor.train_step(micro_batches(seed), loss_fn, TEMPERATURE, LEARNING_RATE)
+    assert result.applied
+    return result.metrics["loss"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    reference_model("qwen3").float().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def build(base: Path, lora: LoraConfig = LORA) -> MegatronActor:
+    return MegatronActor.build(base, LAYOUT, ActorSettings(optimizer=OPTIMIZER, lora=lora))
+
+
+class Oracle:
+    """AdamW in fp64 over A and B, through transformers with the merged weights."""
+
+    def __init__(self, adapters: dict[str, torch.Tensor]) -> None:
+        self.model = reference_model("qwen3")
+        self.base = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.adapters = {name: torch.nn.Parameter(each.double()) for name, each in adapters.items()}
+        self.adamw = torch.optim.AdamW(self.adapters.values(), lr=LEARNING_RATE, weight_decay=0.1)
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in self.adapters:
+            if name.endswith(LORA_A):
+                matrix = name.removesuffix(LORA_A)
+                found[matrix + WEIGHT] = self.base[matrix + WEIGHT] + LORA.scale * self.adapters[matrix + LORA_B] @ self.adapters[name]
+        return {**self.base, **found}
+
+    def step(self, seed: int) -> float:
+        batch, weights, loss = ragged_batch(seed), self.merged(), torch.zeros((), dtype=torch.float64)
+        for index, parts in enumerate(batch.micro_batches):
+            packed, rows = make_micro_batch(parts, LAYOUT, batch.num_targets, seed=100 + index), []
+            for part in parts:
+                logits = torch.func.functional_call(self.model, weights, (part[None],)).logits[0, :-1]
+                log_p = (logits / TEMPERATURE).log_softmax(-1)
+                rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
+            values, advantages = torch.cat(rows), packed.advantages[packed.loss_mask.bool()]
+            loss = loss - ((advantages * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
+        self.adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.adapters.values(), OPTIMIZER.clip_grad)
+        self.adamw.step()
+        return float(loss.detach())
+
+
+def test_losses_of_several_steps_and_the_exports_are_those_of_an_independent_adamw(base: Path, tmp_path: Path) -> None:
+    actor = build(base)
+    frozen = {name: parameter.detach().clone() for name, parameter in actor.named_local_parameters().items()}
+    actor.export_adapters(tmp_path / "start")
+    start = load_file(tmp_path / "start" / "adapter_model.safetensors")
+    oracle = Oracle({name.removeprefix("base_model.model."): tensor for name, tensor in start.items()})
+    for seed in range(4):
+        assert abs(step(actor, seed) - oracle.step(seed)) < 1e-6
+    assert all(torch.equal(parameter, frozen[name]) for name, parameter in actor.named_local_parameters().items())
+
+    actor.export_adapters(tmp_path / "end")
+    for name, tensor in load_file(tmp_path / "end" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor.double(), oracle.adapters[name.removeprefix("base_model.model.")].detach(), rtol=1e-3, atol=1e-4)
+    config = json.loads((tmp_path / "end" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 6.0, "LORA")
+    assert config["base_model_name_or_path"] == str(base)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_no_adapters_gradient(references: str, recompute: str) -> None:
+    """Also that of the first layer, whose input needs no gradient."""
+    want, settings = Reference.read(references, "qwen3"), ActorSettings(lora=LoraConfig(rank=2, targets=("gate_proj",)))
+    modules = {"recompute_modules": ["mlp"]} if recompute == "selective" else {}
+    gradients = []
+    for model in (ModelSettings(), ModelSettings(recompute=recompute, megatron=modules)):
+        actor = build_actor(want, LAYOUT, replace(settings, model=model))
+        step(actor, 0)  # B is not zero any more
+        actor.accumulate_gradients(micro_batches(1), loss_fn, TEMPERATURE)
+        gradients.append({name: each.clone() for name, each in actor.gradients().items()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        # Not the same bits: the gradient of a layer's input is a sum of three, in another order.
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_only_adapters_have_gradients_main_params_and_a_saved_state(references: str) -> None:
+    settings = ActorSettings(lora=LORA, model=ModelSettings(dtype="bfloat16"))
+    actor = build_actor(Reference.read(references, "qwen2"), LAYOUT, settings)
+    step(actor, 0)
+    numbers = sum(spec.num_elements for spec in actor.adapters.tensors.values())
+    buffered = sum(buffer.grad_data.numel() for chunk in actor.chunks for buffer in chunk.buffers)
+    assert numbers <= buffered < 1.2 * numbers + 64 * len(actor.adapters.tensors)
+    state = actor.saved_state.tensors()
+    assert sum(each.numel() for key, each in state.items() if key.startswith("master/")) == numbers
+    assert not [key for key in state if key.startswith("parameter/") and ".lora_" not in key]
+
+
+def save(actor: MegatronActor, directory: Path) -> None:
+    directory.mkdir()
+    HERE.write_tensors(directory / rank_file("policy", 0), actor.saved_state.tensors())
+    HERE.write_json(directory / index_file("policy"), actor.saved_state.index("policy"))
+
+
+def test_adapters_of_another_base_scale_or_rank_are_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+    save(build(base), tmp_path / "saved")
+    other = reference_model("qwen3").float()
+    with torch.no_grad():
+        other.model.layers[2].mlp.up_proj.weight[0, 3] += 1
+    other.save_pretrained(tmp_path / "other")
+    for actor, words in (
+        (build(tmp_path / "other"), f"belong to the weights of {base}, and model.path = {tmp_path / 'other'} has other ones"),
+        (build(base, LoraConfig(rank=4, alpha=7.0)), "alpha / rank = 6 / 4, not 7 / 4; set model.lora.alpha = 6"),
+        (build(base, LoraConfig(rank=3)), "q_proj.lora_A.weight: saved (4, 64) float32, here (3, 64) float32"),
+        (build(base, LoraConfig()), "set model.path, model.dtype, model.lora"),
+    ):
+        with pytest.raises(ValueError) as problem:
+            actor.saved_state.load(tmp_path / "saved", "policy")
+        assert words in str(problem.value) and "\n" not in str(problem.value), problem.value
+    same = build(base)
+    same.saved_state.load(tmp_path / "saved", "policy")
