@@ -17,7 +17,7 @@ from megatron_dapo.checkpoints.retention import KeepPolicy, most_checkpoints
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters, run_checkpoint_bytes
+from megatron_dapo.plan.memory import ITEM_SIZES, num_parameters, policy_parameters, run_checkpoint_bytes
 
 _CHECKPOINT = re.compile(r"step_\d{6,}.*")
 
@@ -54,9 +54,11 @@ def checkpoint_space(config: Config, architecture: ModelArchitecture, free: int 
     present = bytes_of_checkpoints(directory)
     item = ITEM_SIZES[dtype]
     parts = f"{item} weight + {0 if dtype == 'float32' else 4} main param + 8 moments"
-    counts = " + ".join(
-        f"{num_parameters(architecture, has_head):.4g} parameters of the {name}" for name, has_head in models.items()
-    )
+    numbers = {
+        name: num_parameters(architecture, True) if has_head else policy_parameters(config, architecture)
+        for name, has_head in models.items()
+    }
+    counts = " + ".join(f"{count:.4g} parameters of the {name}" for name, count in numbers.items())
     if snapshots := len(config.distillation.snapshots):
         parts += f" + {snapshots} x {item} weight of teachers"
     formula = f"{number} checkpoints, one in flight, of {size(num_bytes)} = ({counts}) x ({parts}) bytes"

@@ -30,9 +30,7 @@ from megatron_dapo.checkpoints.layouts.lora import AdapterBuffers, LoraLayout
 from megatron_dapo.checkpoints.layouts.state import EXPERTS
 from megatron_dapo.megatron.layers import PostNorm, rms_norm
 from megatron_dapo.megatron.model import unwrap
-from megatron_dapo.models.lora import WEIGHT
-
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+from megatron_dapo.models.lora import COLUMN_PARALLEL, WEIGHT
 
 
 class Adapter(torch.nn.Module):
@@ -54,7 +52,7 @@ class Adapter(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.full(buffers.a.shape, torch.nan, **settings))
         self.b = torch.nn.Parameter(torch.full(buffers.b.shape, torch.nan, **settings))
         self.scale, self.config, self.group = scale, config, group
-        self.is_column_parallel = buffers.layer.endswith(_COLUMN_PARALLEL)
+        self.is_column_parallel = buffers.layer.endswith(COLUMN_PARALLEL)
         self.is_expert = EXPERTS in buffers.layer
         # In a tuple, so that it is not a parameter of this module as well.
         self._norm = (getattr(layer, "layer_norm_weight", None),)

@@ -4,7 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
+# Linear layer of megatron-core -> the Hugging Face matrices that it fuses, in the order of their lora_A.
+FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+        "linear_proj": ("o_proj",),
+        "linear_fc1": ("gate_proj", "up_proj"),
+        "linear_fc2": ("down_proj",),
+    }
+)
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")  # cut by rows over tensor ranks; the others by columns
 WEIGHT, LORA_A, LORA_B = ".weight", ".lora_A.weight", ".lora_B.weight"
 
 

@@ -199,7 +199,7 @@ def _generation(queue: Queue) -> dict[str, float]:
 def _training(model: Model, responses: int, lengths: Lengths, mini_batches: int, epochs: int) -> dict[str, float]:
     """Return the seconds of all optimizer steps of a train step."""
     batch = Batch.of(max(1, responses // mini_batches), lengths)
-    one = add(pass_seconds(model, batch, Pass.of(model.config)), update_seconds(model))
+    one = add(pass_seconds(model, batch, Pass.of(model.config, model.has_adapters)), update_seconds(model))
     return add(one, times=mini_batches * epochs)
 
 

@@ -10,7 +10,14 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.parts.experts import RoutedExperts
 from megatron_dapo.plan.device import SHARES, Gpu, collective_seconds
-from megatron_dapo.plan.memory import ITEM_SIZES, optimizer_ranks, optimizer_share, rank_parameters, recompute_of
+from megatron_dapo.plan.memory import (
+    ITEM_SIZES,
+    optimizer_ranks,
+    optimizer_share,
+    rank_adapters,
+    rank_parameters,
+    recompute_of,
+)
 from megatron_dapo.plan.memory.activations import is_fp8
 from megatron_dapo.plan.memory.parameters import FP32, NUM_MOMENTS, attention_sizes, layers_of_stage
 from megatron_dapo.plan.rollout import Lengths
@@ -49,14 +56,18 @@ class Pass:
     sends_back: bool = True
 
     @classmethod
-    def of(cls, config: Config) -> Pass:
-        """Return the training pass with the configured recomputation."""
+    def of(cls, config: Config, has_adapters: bool = False) -> Pass:
+        """Return the training pass with the configured recomputation. With adapters no weight has a gradient."""
         recompute = recompute_of(config)
+        layers, head = TRAINING - has_adapters, HEAD_TRAINING - has_adapters
         if recompute.block:
-            return cls(layers=TRAINING + 1, collectives=14)
+            return cls(layers=layers + 1, attention_again=has_adapters, head=head, collectives=14)
         return cls(
+            layers=layers,
+            head=head,
             mlp_again=1.0 if recompute.modules & {"mlp", "moe"} else 0.0,
-            attention_again=1.0 if "core_attn" in recompute.modules else 0.0,
+            # Attention has no weights: its backward pass costs the same with adapters.
+            attention_again=("core_attn" in recompute.modules) + has_adapters,
         )
 
 
@@ -73,6 +84,11 @@ class Model:
     gpu: Gpu
     gpus_per_node: int
     has_value_head: bool = False
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if only adapters are trained."""
+        return self.config.model.lora.rank > 0 and not self.has_value_head
 
     @property
     def data(self) -> int:
@@ -148,7 +164,7 @@ def _communication(model: Model, kind: Pass, tokens: float) -> dict[str, float]:
 def update_seconds(model: Model) -> dict[str, float]:
     """Return the seconds of an optimizer step outside its passes: gradient reductions, weight gathers, AdamW."""
     p, a = model.config.parallel, model.architecture
-    held = rank_parameters(a, p, 0, model.has_value_head)
+    held = rank_adapters(model.config, a) if model.has_adapters else rank_parameters(a, p, 0, model.has_value_head)
     replicas, of_experts = optimizer_ranks(p, model.processes)
     share, item = optimizer_share(p, held, model.processes), ITEM_SIZES[model.config.model.dtype]
     found = {"optimizer": UPDATE_BYTES * share / model.gpu.memory_bytes_s}

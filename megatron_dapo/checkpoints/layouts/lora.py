@@ -12,25 +12,15 @@ place follows from that of X: a rank with rows R and columns C of X holds column
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT, adapter_shapes, matrix_name
+from megatron_dapo.models.lora import FUSED, LORA_A, LORA_B, WEIGHT, adapter_shapes, matrix_name
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 
-# Linear layer of megatron-core -> the Hugging Face matrices that it fuses, in the order of their lora_A.
-FUSED = MappingProxyType(
-    {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-        "linear_proj": ("o_proj",),
-        "linear_fc1": ("gate_proj", "up_proj"),
-        "linear_fc2": ("down_proj",),
-    }
-)
 ADAPTER = ".adapter."  # in the local name of every adapter's buffer
 
 

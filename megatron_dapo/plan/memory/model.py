@@ -8,6 +8,7 @@ from megatron_dapo.config.model_schema import PIECE_ELEMENTS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.memory.activations import Kernels, activation_bytes, is_fp8, working_bytes
+from megatron_dapo.plan.memory.adapters import rank_adapters
 from megatron_dapo.plan.memory.head import head_bytes
 from megatron_dapo.plan.memory.parameters import (
     FP32,
@@ -120,6 +121,9 @@ def stage_memory(
     if has_value_head and config.critic.freeze:  # its attention
         frozen = attention_parameters(architecture, config.parallel, stage)
         trained = replace(held, dense=held.dense - frozen)
+    has_adapters = bool(config.model.lora.rank) and not has_value_head
+    if has_adapters:
+        trained = rank_adapters(config, architecture, stage)
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
     share = optimizer_share(config.parallel, trained, processes)
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head
@@ -127,10 +131,10 @@ def stage_memory(
     head = head_bytes(config, architecture, kernels) if has_head else 0
     bytes_each = main_param + NUM_MOMENTS * FP32
     largest = max(
-        held.vocabulary, 2 * architecture.intermediate_size * architecture.hidden_size // config.parallel.tp_size
+        trained.vocabulary, 2 * architecture.intermediate_size * architecture.hidden_size // config.parallel.tp_size
     )
     return ModelMemory(
-        weights=_weight_bytes(config, held),
+        weights=_weight_bytes(config, held) + (ITEM_SIZES[config.model.dtype] * trained.total if has_adapters else 0),
         gradients=FP32 * trained.total,
         main_params=main_param * share,
         moments=NUM_MOMENTS * FP32 * share,
@@ -142,7 +146,7 @@ def stage_memory(
         # Layers run one after the other; their inputs, outputs and inner products are as large as the gradients of
         # these.
         forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
-        saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, held, processes),
+        saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, trained if has_adapters else held, processes),
     )
 
 

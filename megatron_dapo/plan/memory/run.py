@@ -13,6 +13,7 @@ from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.memory.activations import Kernels
+from megatron_dapo.plan.memory.adapters import policy_parameters
 from megatron_dapo.plan.memory.batch import batch_bytes, host_batch_bytes, mini_batch_tokens
 from megatron_dapo.plan.memory.communication import (
     GROUP_BYTES,
@@ -167,7 +168,8 @@ def _roles(
 def run_checkpoint_bytes(config: Config, architecture: ModelArchitecture) -> int:
     """Return the unique bytes of a run's models in a checkpoint: policy, critic, and weights of teachers that are snapshots."""
     dtype = config.model.dtype
-    trained = checkpoint_bytes(architecture, dtype) + config.has_critic * checkpoint_bytes(architecture, dtype, has_value_head=True)
+    policy = checkpoint_bytes(architecture, dtype) * policy_parameters(config, architecture) // num_parameters(architecture)
+    trained = policy + config.has_critic * checkpoint_bytes(architecture, dtype, has_value_head=True)
     return trained + len(config.distillation.snapshots) * num_parameters(architecture) * ITEM_SIZES[dtype]
 
 
