@@ -14,8 +14,8 @@ import torch
 
 from megatron_dapo.checkpoints.layouts.fp8 import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_slice
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
-from megatron_dapo.reshard.execution import Buffers, ComputedBuffers
-from megatron_dapo.reshard.layout import Shard, shard_view
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import ComputedBuffers, Shard, shard_view
 from megatron_dapo.reshard.slices import Slice
 
 # Replaces every element in place by its maximum over all trainer ranks.

@@ -18,13 +18,15 @@ import torch
 from megatron_dapo.bridge.protocol.checksums import CountedSlice, copy_and_count, slice_sums
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed
-from megatron_dapo.reshard.execution import Buffers, ComputedBuffers, read_shard
+from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import (
+    ComputedBuffers,
     Layout,
     PartialLayout,
     Shard,
     ShiftedLayout,
     TensorSpec,
+    read_shard,
     slice_view,
 )
 from megatron_dapo.reshard.layout import local_slice as slice_of_buffer

@@ -10,8 +10,8 @@ import torch
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout, shards_by_buffer
 from megatron_dapo.checkpoints.load import WeightLoadReport, fill, seeded_generator
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
-from megatron_dapo.reshard.execution import Buffers, ComputedBuffers
-from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, shard_view, slice_view
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import ComputedBuffers, Shard, SingleHolderLayout, TensorSpec, shard_view, slice_view
 from megatron_dapo.reshard.slices import Slice
 
 

@@ -6,7 +6,6 @@ processes they travel in the narrower of the two types.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
@@ -14,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.reshard.layout import Shard, shard_view
+from megatron_dapo.reshard.layout import ComputedBuffers, Shard, read_shard, shard_view
 from megatron_dapo.reshard.pieces import pieces
 from megatron_dapo.reshard.planner import ReshardPlan, Traffic, Transfer
 from megatron_dapo.reshard.slices import Slice
@@ -27,21 +26,6 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 _ALONE_BYTES = 1 << 20  # a transfer of this size is a separate bucket, sent from and received into its place
 # Offsets in a bucket are multiples of this, so that any part can be viewed as any element type.
 _ALIGNMENT = 16
-
-
-class ComputedBuffers(Mapping[str, torch.Tensor]):
-    """`Buffers` whose values are computed when they are read, e.g. quantized ones."""
-
-    @abstractmethod
-    def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
-        """Return global slice `bounds` of `shard`, without building the whole buffer."""
-
-
-def read_shard(buffers: Buffers, shard: Shard, bounds: Slice) -> torch.Tensor:
-    """Return global slice `bounds` of `shard`; a view of its buffer if that holds the values."""
-    if isinstance(buffers, ComputedBuffers):
-        return buffers.chunk(shard, bounds)
-    return shard_view(buffers[shard.local], shard, bounds)
 
 
 class ShardReader(Protocol):

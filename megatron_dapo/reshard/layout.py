@@ -7,6 +7,7 @@ layouts, the plan between them (planner) and a transport (executors). A layout i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, Protocol
@@ -194,6 +195,21 @@ def shard_view(buffer: torch.Tensor, shard: Shard, bounds: Slice | None = None) 
         return view
     relative = tuple(start - base for start, base in zip(bounds.offset, shard.global_offset))
     return slice_view(view, Slice(relative, bounds.shape))
+
+
+class ComputedBuffers(Mapping[str, torch.Tensor]):
+    """Local buffers by name whose values are computed when they are read, e.g. quantized ones."""
+
+    @abstractmethod
+    def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
+        """Return global slice `bounds` of `shard`, without building the whole buffer."""
+
+
+def read_shard(buffers: Mapping[str, torch.Tensor], shard: Shard, bounds: Slice) -> torch.Tensor:
+    """Return global slice `bounds` of `shard`; a view of its buffer if that holds the values."""
+    if isinstance(buffers, ComputedBuffers):
+        return buffers.chunk(shard, bounds)
+    return shard_view(buffers[shard.local], shard, bounds)
 
 
 def slice_view(tensor: torch.Tensor, bounds: Slice) -> torch.Tensor:

@@ -44,7 +44,7 @@ def live():
 
 
 def _actor(tensors, parameters) -> SimpleNamespace:
-    return SimpleNamespace(tensors=tensors, named_local_parameters=lambda: parameters)
+    return SimpleNamespace(tensors=tensors, served_parameters=lambda: {name: each.detach() for name, each in parameters.items()})
 
 
 def test_unquantized_parameters_are_sent_as_they_are(live):

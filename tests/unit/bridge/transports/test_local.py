@@ -46,7 +46,7 @@ class Engine:
 def test_engine_gets_the_model(dtype, loaded):
     directory, layout, parameters = loaded
     engine = Engine(layout, dtype)
-    actor = SimpleNamespace(tensors=layout, named_local_parameters=lambda: parameters)
+    actor = SimpleNamespace(tensors=layout, served_parameters=lambda: parameters)
     sync = local_weight_sync(layout, engine, None, weights=WeightSource(actor, 0, None), bucket_bytes=3000)
     sync.publish(3)
     stored = load_file(directory / "model.safetensors")
@@ -67,7 +67,7 @@ def test_a_changed_element_is_noticed(loaded, monkeypatch):
         self.parameters["model.layers.2.mlp.up_proj.weight"][5, 6] += 1e-6
         return checksums(self)
 
-    actor = SimpleNamespace(tensors=layout, named_local_parameters=lambda: parameters)
+    actor = SimpleNamespace(tensors=layout, served_parameters=lambda: parameters)
     sync = local_weight_sync(layout, engine, None, weights=WeightSource(actor, 0, None))
     monkeypatch.setattr(Receiver, "checksums", spoil)
     with pytest.raises(RuntimeError, match="1 of 50 parameters .* differ .*: model.layers.2.mlp.up_proj.weight"):
