@@ -72,6 +72,10 @@ class LoraLayout(ComputedLayout):
     def _adapters(self, rank: int) -> Iterator[AdapterBuffers]:
         for local, shards in shards_by_buffer(self.base.shards(rank)).items():
             layer, fused = local.removesuffix(WEIGHT), FUSED.get(matrix_name(local), ())
+            if unknown := {matrix_name(shard.tensor) for shard in shards if local.endswith(WEIGHT)} & self.targets - {*fused}:
+                raise ValueError(
+                    f"model.lora.targets names {min(unknown)}, whose layer {matrix_name(local)} takes no adapter; leave it out"
+                )
             parent = shards[0].tensor.removesuffix(WEIGHT).rpartition(".")[0]
             # All of them, also those without a row on this rank: tensor ranks sum the gradients of equal buffers.
             matrices = tuple(f"{parent}.{name}" for name in fused if name in self.targets)

@@ -17,10 +17,19 @@ _EXPERTS = ".experts."
 
 
 def rank_adapters(config: Config, architecture: ModelArchitecture, stage: int = 0) -> RankParameters:
-    """Return the elements of adapters on each rank of a pipeline stage; if some layers have experts, all are assumed to."""
+    """Return the elements of adapters on each rank of a pipeline stage."""
+    dense = of_experts = 0
+    stage_layers = set(layers_of_stage(architecture, config.parallel, stage))
+    for layers in architecture.kinds_of_layers.values():
+        if count := len(layers & stage_layers):
+            each, each_of_experts = _layer_adapters(config, architecture.layer_shapes(min(layers)))
+            dense, of_experts = dense + count * each, of_experts + count * each_of_experts
+    return RankParameters(dense, of_experts, 0)
+
+
+def _layer_adapters(config: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return the elements of one layer's adapters outside and inside experts."""
     lora, p = config.model.lora, config.parallel
-    experts = architecture.experts
-    shapes = architecture.layer_shapes(min(experts.layers) if experts and experts.layers else 0)
     dense = of_experts = 0
     for layer, names in FUSED.items():
         column_parallel = layer in COLUMN_PARALLEL
@@ -36,8 +45,7 @@ def rank_adapters(config: Config, architecture: ModelArchitecture, stage: int = 
                 of_experts += lora.rank * (down + up)
             else:
                 dense += lora.rank * (down + up)
-    layers = layers_of_stage(architecture, p, stage)
-    return RankParameters(layers * dense, layers * of_experts // p.ep_size, 0)
+    return dense, of_experts // p.ep_size
 
 
 def _matrices(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> list[str]:
