@@ -4,7 +4,7 @@
 
 gradient_error   relative difference of the gradient, all tensors as one vector, from plain transformers in fp64: the largest over
                  TP2, PP2 and CP2 and the three divergences. An fp32 student of 4 layers, two teachers of other sizes and
-                 padding, a ragged batch that each teaches a part. worst_tensor_error is that of the worst tensor
+                 padding, a ragged batch that each teaches a part, one of them after a prompt of its own. worst_tensor_error is that of the worst tensor
 memory_ratio     peak memory of the divergence, forward and backward, over that from both models' logits, worst of the three:
                  a process's high-water mark beyond inputs and gradients
 time_ratio       CPU seconds of the same, forward / backward in tiles over logits, of the reverse divergence
@@ -37,7 +37,10 @@ BETA = 0.3
 TEMPERATURE = 0.9
 # The sources of the batch's groups, and the model and weight that teach them.
 SOURCES = ("sums", "words", "sums", "code")
-TEACHERS = ({"name": "wide", "sources": ["sums"], "weight": 0.5}, {"name": "deep", "sources": ["words"]})
+TEACHERS = (
+    {"name": "wide", "sources": ["sums"], "weight": 0.5},
+    {"name": "deep", "sources": ["words"], "prompt": "{prompt} {answer}"},
+)
 SIZES = {
     "wide": {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 300},
     "deep": {"hidden_size": 16, "num_hidden_layers": 6, "vocab_size": 203},
@@ -63,17 +66,12 @@ def make_models(directory: Path) -> dict[str, Any]:
     """Write a student and the teachers as Hugging Face directories; return them in fp64."""
     import transformers
 
-    from megatron_dapo.proof.oracle import MODEL_FIELDS, in_fp64
+    from megatron_dapo.proof.oracle import MODEL_FIELDS, in_fp64, with_random_weights
 
     models = {}
     for seed, name in enumerate(("student", *SIZES)):
         fields = {**MODEL_FIELDS, **SIZES.get(name, {})}
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.15 * noise)
+        model = with_random_weights(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields)), seed)
         model.save_pretrained(directory / name)
         models[name] = in_fp64(model)
     return models
@@ -85,7 +83,19 @@ def batch() -> tuple[list[Any], list[float]]:
     from megatron_dapo.trainer.updater import loss_weights
 
     samples = [replace(one, source=SOURCES[one.group_index]) for one in make_batch(203).samples]
+    generator = torch.Generator().manual_seed(1)
+    for index, sample in enumerate(samples):
+        length = int(torch.randint(1, 30, (), generator=generator))  # of what the second teacher reads before a response
+        prompt = torch.randint(0, 203, (length,), generator=generator, dtype=torch.int32)
+        if sample.source in TEACHERS[1]["sources"]:
+            samples[index] = replace(sample, teacher_prompts=torch.cat((torch.tensor([length], dtype=torch.int32), prompt)))
     return samples, loss_weights(samples, "token_mean")
+
+
+def read_by(teacher: Mapping[str, Any], sample: Any) -> torch.Tensor:
+    """The tokens that a teacher reads."""
+    response = sample.tokens[sample.prompt_length :]
+    return torch.cat((sample.teacher_prompts[1:], response)) if "prompt" in teacher else sample.tokens
 
 
 def right_gradients(models: Mapping[str, Any], divergence: str) -> dict[str, torch.Tensor]:
@@ -97,9 +107,10 @@ def right_gradients(models: Mapping[str, Any], divergence: str) -> dict[str, tor
         for teacher in TEACHERS:
             if sample.source not in teacher["sources"] or not sample.loss_mask.any():
                 continue
+            read, first = read_by(teacher, sample), -1 - sample.num_response_tokens
             logits, theirs = (
-                model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1, :203] / TEMPERATURE
-                for model in (models["student"], models[teacher["name"]])
+                model(tokens[None]).logits[0, first:-1, :203] / TEMPERATURE
+                for model, tokens in ((models["student"], sample.tokens), (models[teacher["name"]], read))
             )
             losses = plain(logits, theirs.detach(), divergence) * sample.loss_mask.double()
             loss = weight * teacher.get("weight", 1.0) * losses.sum()
@@ -153,12 +164,11 @@ def _layout_error(name: str, divergence: str, directory: Path, right: Mapping[st
     samples, weights = batch()
     data_rank = layout.coordinates(actor.rank).data
     micro_batches = build_micro_batches(samples, weights, layout, data_rank, MicroBatchLimits(max_tokens=160))
-    source = {sample.sample_id: sample.source for sample in samples}
-    sources = [[source[one] for one in micro_batch.sample_ids] for micro_batch in micro_batches]
-    lessons = teachers.teach(micro_batches, sources)
+    by_id = {sample.sample_id: sample for sample in samples}
+    lessons = teachers.teach(micro_batches, by_id)
 
     def loss(micro_batch: Any, outputs: Any, index: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        distilled, sums = teachers.loss(outputs.head, micro_batch, sources[index], lessons[index])
+        distilled, sums = teachers.loss(outputs.head, micro_batch, by_id, lessons[index])
         return (distilled * micro_batch.loss_weights * micro_batch.loss_mask).sum(), sums
 
     metrics = actor.accumulate_gradients(micro_batches, loss, TEMPERATURE)

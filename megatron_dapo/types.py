@@ -491,6 +491,8 @@ class TrainSample:
     source: str = ""  # data source of its prompt
     # [R] float32, the weighted sum of log pi_teacher - log pi over the servers that teach it; None: no server does.
     teacher_gains: torch.Tensor | None = None
+    # [Q] int32, prompts of the teachers that read another one, see `data.teacher_prompts`; None: all read the policy's.
+    teacher_prompts: torch.Tensor | None = None
 
     @property
     def episode(self) -> str:

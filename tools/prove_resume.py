@@ -5,7 +5,7 @@ step, epochs that wrap round, evaluations in between. --algorithm chooses what a
 
 tail      prompts that were put off for a long round; killed in rounds of both kinds
 stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
-distillation  two teachers: the policy as it started, and a snapshot of it that is refreshed every two steps
+distillation  two teachers: the policy as it started, and a snapshot of every second step that reads the answer
 dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
@@ -139,7 +139,7 @@ divergence = "js"
 offload = "all"
 teachers = [
     { name = "start" },
-    { name = "snapshot", refresh_steps = 2, rl = true },
+    { name = "snapshot", refresh_steps = 2, rl = true, prompt = "{prompt} It is {answer}." },
 ]
 
 [algorithm.off_policy]

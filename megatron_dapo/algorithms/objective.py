@@ -41,6 +41,7 @@ class PolicyObjective:
     algorithm: AlgorithmConfig
     # See PolicyLossInputs: an all-reduce over the context-parallel group if sequences are cut.
     reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
+    num_sequence_parts: int = 1  # ranks over which sequences are cut
 
     def importance(self, micro_batch: MicroBatch, old_logprobs: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
         """Return the correction's weights [P] for a micro-batch and their sums; (None, {}) without a correction."""
@@ -85,6 +86,8 @@ class PolicyObjective:
                 reduce_over_sequence_parts=self.reduce_over_sequence_parts,
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 staleness=micro_batch.staleness,
+                places=self._places(micro_batch),
+                num_whole_tokens=self.num_sequence_parts * micro_batch.num_tokens,
             ),
         )
         if behavior.importance_weights is not None:
@@ -114,6 +117,12 @@ class PolicyObjective:
             loss = loss + (negative_logprobs * positive).sum()
             metrics = {**metrics, **positive_metrics}
         return loss, {**metrics, "loss_sum": loss.detach()}
+
+    def _places(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """Return the positions of this rank's tokens in the whole micro-batch; None if they are all."""
+        if self.num_sequence_parts == 1:
+            return None
+        return micro_batch.cu_seqlens.long()[micro_batch.sequence_ids] + micro_batch.position_ids
 
 
 def entropy_loss(entropy: torch.Tensor, loss_mask: torch.Tensor, coefficient: float) -> tuple[torch.Tensor, Metrics]:

@@ -58,18 +58,19 @@ def fipo(inputs: PolicyLossInputs, loss: FipoLossConfig) -> tuple[torch.Tensor, 
     FIPO (arXiv 2603.19835): a token counts for more if the policy has come to prefer what follows it. Tokens whose ratio
     exceeds the dual clip, which have no gradient, stay out of F. This follows the authors' code but for one rule, which
     drops a sequence with two such tokens. Distances count trained tokens, so that what an environment says changes
-    nothing. F_t needs the whole sequence on one rank.
+    nothing. F_t needs the log-ratios of the whole sequence, which context-parallel ranks tell each other: 24 bytes a token.
     """
-    log_ratio = inputs.log_ratio().detach().double()
+    per_token = torch.stack([inputs.log_ratio().detach(), inputs.trained, inputs.sequence_ids]).double()
+    log_ratio, trained, sequences = inputs.of_whole_sequences(per_token)
     counted = torch.where(log_ratio > math.log(loss.dual_clip), 0.0, log_ratio)
-    decays = torch.full_like(log_ratio, 0.5 ** (1.0 / loss.half_life)).masked_fill(~inputs.trained, 1.0)
-    decays[:-1] *= inputs.sequence_ids[1:] == inputs.sequence_ids[:-1]
+    decays = torch.where(trained > 0, 0.5 ** (1.0 / loss.half_life), 1.0)
+    decays[:-1] *= sequences[1:] == sequences[:-1]
 
     def fill(start: int, stop: int, values: torch.Tensor, factors: torch.Tensor) -> None:
         values.copy_(counted[start:stop])
         factors.copy_(decays[start:stop])
 
-    future = reverse_linear_scan(torch.empty_like(counted), fill)
+    future = inputs.of_these_tokens(reverse_linear_scan(torch.empty_like(counted), fill))
     weights = future.exp().clamp(1.0 - loss.weight_low, 1.0 + loss.weight_high).to(inputs.logprobs.dtype)
     return ppo_clip(replace(inputs, advantages=inputs.trained_advantages() * weights), loss)
 

@@ -32,6 +32,20 @@ class PolicyLossInputs:
     rollout_logprobs: torch.Tensor | None = None
     # [P], how many versions older than the trained policy the one that sampled a token is; None: all 0.
     staleness: torch.Tensor | None = None
+    # [P] int64, positions of the tokens in the whole micro-batch of `num_whole_tokens`, if sequences are cut; None: it is here.
+    places: torch.Tensor | None = None
+    num_whole_tokens: int = 0
+
+    def of_whole_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` [k, P] of all tokens of the whole micro-batch, [k, num_whole_tokens], on every rank that holds a part."""
+        if self.places is None:
+            return values
+        whole = values.new_zeros(len(values), self.num_whole_tokens).index_copy(1, self.places, values)
+        return self.reduce_over_sequence_parts(whole)  # each token is on one rank: the sum is exact
+
+    def of_these_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [P] of values of the whole micro-batch, [num_whole_tokens]."""
+        return values if self.places is None else values.index_select(0, self.places)
 
     @property
     def trained(self) -> torch.Tensor:

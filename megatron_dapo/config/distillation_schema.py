@@ -23,6 +23,11 @@ class TeacherConfig(Section):
     """Address of a stock SGLang server, http://host:port. It gives the log-probs of the sampled tokens, and the policy learns
     from them by an advantage for each token instead of a divergence over the vocabulary."""
 
+    prompt: str = ""
+    """Text of a prompt's last turn as the teacher reads it, with {prompt} in place of what the policy reads and {answer} or
+    another column of the row in place of what only the teacher knows, e.g. "{prompt}\n\nA solution: {solution}". Its longest
+    prompt fits into data.max_prompt_tokens. "": the policy's prompt."""
+
     sources: tuple[str, ...] = ()
     """Data sources whose prompts it teaches: names of data.sources, or the rows' own data_source. Empty: all prompts."""
 
@@ -78,6 +83,12 @@ class DistillationConfig(Section):
                 "write url as http://host:port in every table of distillation.teachers",
             )
 
+        if any("{prompt}" not in teacher.prompt for teacher in self.readers):
+            yield Rule(
+                'not any("{prompt}" not in teacher.prompt for teacher in distillation.readers)',
+                "write {prompt} in the prompt of every table of distillation.teachers that has one",
+                reason="a teacher judges responses to the policy's own prompt",
+            )
         if any(teacher.refresh_steps < 0 for teacher in self.teachers):
             yield Rule(
                 "not any(teacher.refresh_steps < 0 for teacher in distillation.teachers)",
@@ -99,6 +110,15 @@ class DistillationConfig(Section):
     def snapshots(self) -> tuple[TeacherConfig, ...]:
         """Teachers that take the policy's weights again and again."""
         return tuple(teacher for teacher in self.teachers if teacher.refresh_steps > 0)
+
+    @property
+    def readers(self) -> tuple[TeacherConfig, ...]:
+        """Teachers with a prompt of their own."""
+        return tuple(teacher for teacher in self.teachers if teacher.prompt)
+
+    def readers_of(self, source: str) -> tuple[TeacherConfig, ...]:
+        """Return the teachers in the trainer's processes that read another prompt than the policy for those of a source."""
+        return tuple(teacher for teacher in self.teachers_of(source) if teacher.prompt and not teacher.url)
 
     @property
     def servers(self) -> tuple[TeacherConfig, ...]:

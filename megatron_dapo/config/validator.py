@@ -228,6 +228,13 @@ RULES = (
         reason="tp_comm_overlap has buffers of one shape for all models of a process",
     ),
     Rule(
+        "not environment.is_on",
+        "leave prompt out of distillation.teachers",
+        when="distillation.readers",
+        path="distillation.teachers",
+        reason="an environment begins its conversations, and what a teacher would read in their place is not known",
+    ),
+    Rule(
         "not precision.fp8_param",
         "set precision.fp8_param = false, or leave refresh_steps out of distillation.teachers",
         when="distillation.snapshots",
@@ -296,12 +303,6 @@ RULES = (
         'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
         when="algorithm.loss.needs_old_logprobs",
         path="rollout.max_staleness",
-    ),
-    Rule(
-        "parallel.cp_size <= 1",
-        'set parallel.cp_size = 1, or algorithm.loss.name = "ppo_clip"',
-        when='algorithm.loss.name == "fipo"',
-        reason="a token's weight sums over all that follow it, which several ranks would hold",
     ),
     Rule(
         "data.max_epochs == 0",

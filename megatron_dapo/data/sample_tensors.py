@@ -11,12 +11,13 @@ import torch
 
 from megatron_dapo.types import CriticContext, TrainSample, TurnCredit, Window
 
+RECORDS = ("routing", "support", "teacher_prompts")  # fields of a sample that have any shape, or none
 Description = dict[str, Any]  # JSON-serializable
 
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]; `observed` bool, `teacher_gains`, `routing` and `support`, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
+    [sum R]; `observed` bool, `teacher_gains` and the RECORDS, flat, for the samples that have it. Values and returns of a critic are not included: ranks compute them.
     """
     description: Description = {
         "sample_ids": [sample.sample_id for sample in samples],
@@ -28,9 +29,10 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "has_gains": [sample.teacher_gains is not None for sample in samples],
         "has_observed": [sample.observed is not None for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
-        "routing": [None if sample.routing is None else list(sample.routing.shape) for sample in samples],
-        "support": [None if sample.support is None else list(sample.support.shape) for sample in samples],
     }
+    records = {name: [getattr(sample, name) for sample in samples] for name in RECORDS}
+    for name, parts in records.items():
+        description[name] = [None if part is None else list(part.shape) for part in parts]
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
@@ -39,9 +41,8 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         tensors["observed"] = _joined([one.observed for one in samples if one.observed is not None], torch.bool)
     if any(description["has_gains"]):
         tensors["teacher_gains"] = _joined([one.teacher_gains for one in samples if one.teacher_gains is not None], torch.float32)
-    for name in ("routing", "support"):
-        records = [getattr(sample, name) for sample in samples]
-        if recorded := [record.flatten() for record in records if record is not None]:
+    for name, parts in records.items():
+        if recorded := [part.flatten() for part in parts if part is not None]:
             tensors[name] = _joined(recorded, recorded[0].dtype)
     return description, tensors
 
@@ -59,7 +60,7 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     observed = _of_some(tensors, "observed", description.get("has_observed"), num_response)
     gains = _of_some(tensors, "teacher_gains", description.get("has_gains"), num_response)
     records = {
-        name: _split_record(name, tensors, description.get(name, [None] * len(num_tokens))) for name in ("routing", "support")
+        name: _split_record(name, tensors, description.get(name, [None] * len(num_tokens))) for name in RECORDS
     }
     return [
         TrainSample(

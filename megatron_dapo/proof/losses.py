@@ -26,7 +26,6 @@ class ProofLoss:
     section: Mapping[str, Any]
     token_losses: TokenLosses
     has_sequence_advantage: bool = False  # a sequence's tokens have one advantage
-    cuts_sequences: bool = True  # context parallelism is offered
 
 
 def _clipped(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -112,7 +111,7 @@ PROOF_LOSSES: Mapping[str, ProofLoss] = MappingProxyType(
         "gmpo": ProofLoss(
             {"clip_log_ratio_low": 0.2, "clip_log_ratio_high": 0.3}, gmpo, has_sequence_advantage=True
         ),
-        "fipo": ProofLoss({**_CLIP, "half_life": 8.0, "weight_low": 0.2, "weight_high": 0.4}, fipo, cuts_sequences=False),
+        "fipo": ProofLoss({**_CLIP, "half_life": 8.0, "weight_low": 0.2, "weight_high": 0.4}, fipo),
         "cispo": ProofLoss({"clip_ratio_low": 0.2, "clip_ratio_high": 0.5}, cispo),
         "sapo": ProofLoss({"temperature_negative": 1.5}, sapo),
         "dis": ProofLoss({"clip_ratio_low": 0.4, "clip_ratio_high": 2.0}, dis),

@@ -72,6 +72,11 @@ def make_model(directory: str = "", experts: bool = False, seed: int = 7) -> Pre
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERT_FIELDS))
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**MODEL_FIELDS))
+    return with_random_weights(model, seed)
+
+
+def with_random_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draw the model's weights, far from uniform distributions, with norms and biases away from 1 and 0; return it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -36,8 +36,9 @@ class RolloutBatch:
     generation_step: int = field(default=0, compare=False)  # rounds of generation begun when the batch was full
     seconds: float = field(default=0.0, compare=False)  # spent collecting it, during training or not, including pauses
     prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
-    # What servers teach: log pi_teacher - log pi by the index of a sequence; by teacher, the sum of log pi - log pi_teacher and tokens.
-    teacher_gains: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
+    # Fields of a train sample for teachers, by the index of a sequence.
+    of_teachers: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict, compare=False)
+    # By server, the sum of log pi - log pi_teacher and tokens.
     taught: Mapping[str, tuple[float, int]] = field(default_factory=dict, compare=False)
     samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
 
@@ -50,7 +51,7 @@ def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
         num_before=0,
         seconds=sum(part.seconds for part in parts),
         prefix_reuse=sum((part.prefix_reuse for part in parts[1:]), parts[0].prefix_reuse),
-        teacher_gains=_joined_gains(parts),
+        of_teachers=_joined_fields(parts),
         taught={
             name: (sum(part.taught[name][0] for part in parts), sum(part.taught[name][1] for part in parts))
             for name in parts[0].taught
@@ -59,9 +60,9 @@ def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
     )
 
 
-def _joined_gains(parts: Sequence[RolloutBatch]) -> dict[int, np.ndarray]:
+def _joined_fields(parts: Sequence[RolloutBatch]) -> dict[int, Mapping[str, np.ndarray]]:
     starts = accumulate((len(part.samples) for part in parts), initial=0)
-    return {start + index: gain for start, part in zip(starts, parts) for index, gain in part.teacher_gains.items()}
+    return {start + index: found for start, part in zip(starts, parts) for index, found in part.of_teachers.items()}
 
 
 def joined_samples(parts: Sequence[Sequence[TrainSample]]) -> list[TrainSample]:

@@ -75,7 +75,7 @@ class _PolicyMiniBatch(MiniBatch):
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
     # Sums over this rank's tokens; empty without a correction. Kept as tensors: reading one would wait for the device.
     correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    sources: list[list[str]] = field(default_factory=list)  # data sources of each micro-batch's sequences
+    samples: Mapping[str, TrainSample] = field(default_factory=dict)  # by id
     lessons: list[list[Lesson]] = field(default_factory=list)  # teachers' per micro-batch; empty until computed
 
 
@@ -107,7 +107,7 @@ class PolicyLearner:
         self.counters = StepCounters()
         self.actor = actor
         self.reference = reference
-        self._teachers = teachers
+        self.teachers = teachers
         self._objective = objective
         self._config = config
         self._phases = phases
@@ -132,7 +132,8 @@ class PolicyLearner:
         With `mismatch_gate`, nothing is trained unless the mean |old - rollout log-prob| is at most that many nats.
         Raises MismatchError, TooManySkips, and ValueError if a batch cannot be cut.
         """
-        self._refresh_teachers(train_step)
+        if self.teachers is not None:
+            self.teachers.refresh(train_step)
         with self._phases.phase("advantages"):
             mini_batches = self.cut_batch(samples, train_step)
         trained = _Trained(mini_batches)
@@ -149,7 +150,8 @@ class PolicyLearner:
 
         Equals `learn` on all samples, but `mismatch_gate` sees only the first part.
         """
-        self._refresh_teachers(train_step)
+        if self.teachers is not None:
+            self.teachers.refresh(train_step)
         trained = _Trained()
         begin = self._copy_weights() if self._needs_old else {}
         for samples in parts:
@@ -164,15 +166,6 @@ class PolicyLearner:
                 self._look_ahead(mini_batches, trained, mismatch_gate)
             self._make_steps(mini_batches, trained, train_step)
         return self._result(trained, train_step)
-
-    @property
-    def snapshots(self) -> dict[str, MegatronActor]:
-        """Return this rank's part of the teachers that are snapshots of the policy, by name."""
-        return {} if self._teachers is None else self._teachers.snapshots
-
-    def _refresh_teachers(self, train_step: int) -> None:
-        if self._teachers is not None:
-            self._teachers.refresh(train_step)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
         with self._models.on_device(POLICY):
@@ -205,10 +198,10 @@ class PolicyLearner:
 
     def _teach(self, mini_batch: _PolicyMiniBatch) -> None:
         """Compute the lessons of one optimizer step: the hidden states of a whole rollout batch would not fit."""
-        if self._teachers is None:
+        if self.teachers is None:
             return
         with self._phases.phase("logprobs"):
-            mini_batch.lessons = self._teachers.teach(mini_batch.micro_batches, mini_batch.sources)
+            mini_batch.lessons = self.teachers.teach(mini_batch.micro_batches, mini_batch.samples)
         with self._models.on_device(POLICY, REFERENCE, training=POLICY):
             pass  # the last teacher leaves the device
 
@@ -300,9 +293,8 @@ class PolicyLearner:
         if self._config.distillation.teachers:
             samples = with_teachers(samples, self._config.distillation)
         packed = self.updater.pack(self._with_positive_weights(samples), weights)
-        source = {sample.sample_id: sample.source for sample in samples}
-        sources = [[source.get(name, "") for name in micro_batch.sample_ids] for micro_batch in packed.micro_batches]
-        return _PolicyMiniBatch(packed.micro_batches, packed.num_tokens, sources=sources)
+        by_id = {sample.sample_id: sample for sample in samples}
+        return _PolicyMiniBatch(packed.micro_batches, packed.num_tokens, samples=by_id)
 
     def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Spread the coefficient of the language-model loss over the tokens of one optimizer step's correct samples."""
@@ -395,11 +387,11 @@ class PolicyLearner:
                 assert head is not None and reference_head is not None, "the actor's settings keep the head's input"
                 terms = head.divergence_from(reference_head, gkl.gamma, gkl.weigh_by)
                 divergence = terms.weighted_mse, terms.cross_entropy
-            if self._teachers is None:
+            if self.teachers is None:
                 return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence)
             assert outputs.head is not None, "the actor's settings keep the head's input"
-            distilled, sums = self._teachers.loss(
-                outputs.head, micro_batch, mini_batch.sources[index], mini_batch.lessons[index]
+            distilled, sums = self.teachers.loss(
+                outputs.head, micro_batch, mini_batch.samples, mini_batch.lessons[index]
             )
             loss, metrics = self._objective(
                 micro_batch, outputs.logprobs, outputs.entropy, behavior, divergence, distilled

@@ -18,6 +18,7 @@ each other. Of a batch's S sequences, in the order of their groups, it has
     turn_contexts   [V] int64: equal for equal tokens before a turn
     routing         [S, 4] int32: rows, layers, experts per token, bytes per number; zeros: not replayed
     support         [S] int64: numbers in its supports; -1: none are recorded
+    teacher_prompts [S] int64: numbers in its teachers' prompts; -1: all read the policy's
 
 A response is a sequence of runs; the tokens of a run have the same age and state.
 """
@@ -25,8 +26,9 @@ A response is a sequence of runs; the tokens of a run have the same age and stat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -69,14 +71,14 @@ def header_of(
     *,
     filter_overlong: bool = False,
     rewards_turns: bool = False,
-    served: Collection[int] = (),
+    of_teachers: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """Return the header of complete groups.
 
     The loss covers the tokens of a response's window. With `filter_overlong`, truncated responses keep their reward
     for their group's statistics but lose their loss mask, so no denominator counts their tokens.
     `training_version`: the policy version being trained, which gives each token's age. `rewards_turns`: the rewards of turns
-    are parts of the samples'. `served`: indices of the sequences that have `teacher_gains`.
+    are parts of the samples'. `of_teachers`: see `RolloutBatch`.
     """
     sequences = sequences_of(groups)
     places = [index for index, group in enumerate(groups) for _ in sequences_of([group])]
@@ -85,7 +87,7 @@ def header_of(
     reward_names = sorted({name for sample in samples for name in sample.rewards})
     starts = [sample.window.start_of(segment) for _, sample, segment in sequences]
     streams = [sample.completion.stream(segment) for _, sample, segment in sequences]
-    supports = [stream.support for stream in streams]
+    fields = [of_teachers.get(index, {}) for index in range(len(sequences))]
     runs = [
         (number, *run)
         for number, ((_, sample, segment), start) in enumerate(zip(sequences, starts))
@@ -109,7 +111,7 @@ def header_of(
             [[sample.rewards.get(name, 0.0) for name in reward_names] for sample in samples], np.float64
         ).reshape(len(samples), len(reward_names)),
         "is_correct": np.array([sample.score.accuracy > 0 for sample in samples], bool),
-        "is_served": np.array([index in served for index in range(len(sequences))], bool),
+        "is_served": np.array(["teacher_gains" in found for found in fields], bool),
         "window_start": np.array(starts, np.int32),
         "is_finished": np.array([sample.window.is_finished for sample in samples], bool),
         "runs": np.array(runs, np.int32).reshape(-1, 4),
@@ -119,14 +121,15 @@ def header_of(
         "turn_rewards": np.array([turn.reward for _, turn in turns], np.float64),
         "turn_contexts": np.array([turn.context for _, turn in turns], np.int64),
         "routing": np.array([_routing_of(stream.routing) for stream in streams], np.int32).reshape(-1, 4),
-        "support": np.array([-1 if support is None else support.size for support in supports], np.int64),
+        "support": _sizes([stream.support for stream in streams]),
+        "teacher_prompts": _sizes([found.get("teacher_prompts") for found in fields]),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 _PER_SEQUENCE = (
     *("group_index", "segment", "prompt_length", "reward", "is_correct", "window_start", "is_finished", "is_served", "routing"),
-    *("support", "source"),
+    *("support", "source", "teacher_prompts"),
 )
 
 
@@ -201,12 +204,17 @@ def _sample(
         staleness=_per_token(lengths, ages) if ages.any() else None,
         critic_context=CriticContext(float(row["reward"]), bool(row["is_correct"]), window, turns, rewards),
         routing=torch.empty(shape, dtype=dtype, device="meta") if num_bytes else None,
-        support=torch.empty(row["support"], dtype=torch.int32, device="meta") if row["support"] >= 0 else None,
+        support=_numbers_without_memory(row["support"]),
         observed=torch.from_numpy(np.repeat(states < 0, lengths)) if (states < 0).any() else None,
         segment=int(row["segment"]),
         source=source,
         teacher_gains=torch.empty(num_response, device="meta") if row["is_served"] else None,
+        teacher_prompts=_numbers_without_memory(row["teacher_prompts"]),
     )
+
+
+def _numbers_without_memory(size: int) -> torch.Tensor | None:
+    return torch.empty(int(size), dtype=torch.int32, device="meta") if size >= 0 else None
 
 
 def _runs_of(
@@ -230,6 +238,10 @@ def _runs_of(
     return [(length, state, age) for length, _, state, age in sorted(covered + observed, key=lambda part: part[1])]
 
 
+def _sizes(records: Sequence[np.ndarray | None]) -> np.ndarray:
+    return np.array([-1 if record is None else record.size for record in records], np.int64)
+
+
 def _routing_of(routing: np.ndarray | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if routing is None else (*routing.shape, routing.itemsize)
 
@@ -243,19 +255,19 @@ def _per_token(lengths: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def with_numbers(
-    samples: Sequence[TrainSample], groups: Sequence[Group], gains: Mapping[int, np.ndarray]
+    samples: Sequence[TrainSample], groups: Sequence[Group], of_teachers: Mapping[int, Mapping[str, np.ndarray]]
 ) -> list[TrainSample]:
     """Return the samples of `groups`, in order, all with tokens and log-probs, even those that had none."""
     sequences = sequences_of(groups)
-    return [replace(sample, **numbers_at(sequences, index, gains)) for index, sample in enumerate(samples)]
+    return [replace(sample, **numbers_at(sequences, index, of_teachers)) for index, sample in enumerate(samples)]
 
 
 def numbers_at(
-    sequences: Sequence[tuple[Group, ScoredSample, int]], index: int, gains: Mapping[int, np.ndarray]
+    sequences: Sequence[tuple[Group, ScoredSample, int]], index: int, of_teachers: Mapping[int, Mapping[str, np.ndarray]]
 ) -> dict[str, Any]:
-    """Return the numbers of one of a batch's sequences. `gains`: what servers teach, by index."""
-    taught = {"teacher_gains": torch.from_numpy(gains[index])} if index in gains else {}
-    return {**numbers_of(*sequences[index]), **taught}
+    """Return the numbers of one of a batch's sequences. `of_teachers`: see `RolloutBatch`."""
+    found = {name: torch.from_numpy(array) for name, array in of_teachers.get(index, {}).items()}
+    return {**numbers_of(*sequences[index]), **found}
 
 
 def numbers_of(group: Group, sample: ScoredSample, segment: int = 0) -> dict[str, Any]:

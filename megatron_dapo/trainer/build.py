@@ -91,7 +91,7 @@ def build_learner(
     for model in local.values():
         mark_micro_batches(model, progress)
     if actor is not None:
-        objective = PolicyObjective(algorithm, summing(actor.groups.context))
+        objective = PolicyObjective(algorithm, summing(actor.groups.context), actor.layout.context)
         teachers = Teachers(config, models_of_teachers, actor, models) if models_of_teachers else None
         policy = PolicyLearner(actor, reference, objective, config, phases, models, progress, teachers)
     if not config.has_critic:

@@ -21,6 +21,7 @@ from megatron_dapo.data.injection import Injection, injection_of
 from megatron_dapo.data.model_inputs import ModelInputs, read_model_inputs
 from megatron_dapo.data.prompt_stream import FunctionOrder, PromptStream
 from megatron_dapo.data.sources import train_sources
+from megatron_dapo.data.teacher_prompts import TeacherPrompts
 from megatron_dapo.data.template_proof import TemplateProof
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.engines.shared import SharedEngine
@@ -65,6 +66,7 @@ class RolloutData:
     evaluation: EvaluationTask | None
     shared: SharedEngine | None = None  # the engine if evaluations run in the background
     examples: ExampleStream | None = None
+    teacher_prompts: TeacherPrompts | None = None  # None without teachers
     proof: TemplateProof | None = None  # the chat template continues episodes exactly; None without episodes
 
     def disagreement_share(self) -> float:
@@ -120,7 +122,17 @@ def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
     else:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed, config.distillation)
-    return RolloutData(inputs, scorer, collector, engine, stream, prompts, evaluation, shared, proof=proof)
+    return RolloutData(
+        *(inputs, scorer, collector, engine, stream, prompts, evaluation, shared),
+        teacher_prompts=teacher_prompts(config, inputs),
+        proof=proof,
+    )
+
+
+def teacher_prompts(config: Config, inputs: ModelInputs) -> TeacherPrompts | None:
+    """Return what renders the prompts that teachers read; None without teachers."""
+    section, template = config.distillation, prompt_template(config.data, inputs.tokenizer, inputs.vocab_size)
+    return TeacherPrompts(section, template) if section.teachers else None
 
 
 def loss_limits(config: Config) -> LossLimits:
@@ -318,6 +330,8 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: Any) -> Prompt
         pool.validate_answers,
         config.environment.is_on,
     )
+    if (of_teachers := teacher_prompts(config, inputs)) is not None:
+        of_teachers.require(dataset.prompts, data.max_prompt_tokens)
     check_teachers_sources(config, {prompt.source_name for prompt in dataset.prompts})
     self_test(config.reward, inputs.tokenizer, pool, dataset.prompts)
     first = template.describe(dataset.prompts[0].messages)

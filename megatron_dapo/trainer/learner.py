@@ -76,7 +76,8 @@ class Learner(ABC):
     @property
     def snapshots(self) -> dict[str, MegatronActor]:
         """Return this rank's part of the teachers that are snapshots of the policy, by name."""
-        return self.policy.snapshots if isinstance(self.policy, PolicyLearner) else {}
+        teachers = self.policy.teachers if isinstance(self.policy, PolicyLearner) else None
+        return {} if teachers is None else teachers.snapshots
 
     def learn(
         self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None

@@ -299,7 +299,7 @@ class TrainingLoop:
         with self._phases.phase("record"):
             if recorder is not None and batch.groups:
                 self._progress.num_generated_tokens += batch.statistics.num_tokens
-                recorder.batch(step, batch.groups, estimated, batch.teacher_gains)
+                recorder.batch(step, batch.groups, estimated, batch.of_teachers)
                 self._record_filtered(batch)
         # A row covers the time since the previous row: the next row has an evaluation or checkpoint after this step.
         times = self._phases.timer.finish_step()

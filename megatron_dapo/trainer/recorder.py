@@ -253,9 +253,13 @@ class Recorder:
             self.progress.track(verdict)
 
     def batch(
-        self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch, gains: Mapping[int, np.ndarray] | None = None
+        self,
+        train_step: int,
+        groups: Sequence[Group],
+        batch: EstimatedBatch,
+        of_teachers: Mapping[int, Mapping[str, np.ndarray]] | None = None,
     ) -> None:
-        """Write some responses for people, and the whole batch if a dump is due. `gains`: `RolloutBatch.teacher_gains`."""
+        """Write some responses for people, and the whole batch if a dump is due. `of_teachers`: see `RolloutBatch`."""
         if self._samples is not None:
             records = self._records(train_step, groups, batch)
             self._samples.write(records)
@@ -264,7 +268,7 @@ class Recorder:
         if self._telemetry.show_completions and train_step % self._telemetry.show_completions == 0:
             self._show_group(train_step, groups)
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
-            whole = with_numbers(batch.samples, groups, gains or {})  # this rank only has the numbers of its share
+            whole = with_numbers(batch.samples, groups, of_teachers or {})  # this rank only has the numbers of its share
             dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step}, self._files)
 
     def _show_group(self, train_step: int, groups: Sequence[Group]) -> None:

@@ -1,7 +1,7 @@
 """The loop's view of generation: rank 0 collects scored groups, and every rank gets the same train samples.
 
 Every rank knows the header of all samples. Tokens and log-probs, 8 bytes per token, stay only on the ranks that pack
-them, routing and supports only on those of these ranks that train the policy.
+them, routing, supports and what teachers read only on those of these ranks that train the policy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megatron_dapo.engines.base import PrefixReuse
@@ -27,6 +28,7 @@ from megatron_dapo.types import TrainSample
 from megatron_dapo.watch.signals import Stopped
 
 if TYPE_CHECKING:
+    from megatron_dapo.data.teacher_prompts import TeacherPrompts
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.connect_engines import Engines
     from megatron_dapo.trainer.teacher_servers import TeacherServers
@@ -57,15 +59,16 @@ class Rollout:
         filter_overlong: bool,
         rewards_turns: bool = False,
         teachers: TeacherServers | None = None,
+        teacher_prompts: TeacherPrompts | None = None,
     ) -> None:
         """`collector`: rank 0 only. `filter_overlong`: truncated responses lose their loss mask. `rewards_turns`: see
-        `header_of`. `teachers`: those that are servers; rank 0 only."""
+        `header_of`. `teachers`: those that are servers, and `teacher_prompts`: what teachers read; rank 0 only."""
         self._engines = engines
         self._collector = collector
         self._coordination = coordination
         self._filter_overlong = filter_overlong
         self._rewards_turns = rewards_turns
-        self._teachers = teachers
+        self._teachers, self._teacher_prompts = teachers, teacher_prompts
         self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
         self._busy_s = 0.0  # on rank 0: of the servers, up to the last call of `busy_seconds`
 
@@ -112,12 +115,20 @@ class Rollout:
             return end
 
     def _with_teachers(self, collected: RolloutBatch | Exception) -> RolloutBatch | Exception:
-        """Return a batch with what servers teach about it. An error of theirs ends the run: its checkpoint has the batch's
-        prompts."""
-        if self._teachers is None or not isinstance(collected, RolloutBatch):
+        """Return a batch with what teachers read and servers teach. An error of theirs ends the run: its checkpoint has the
+        batch's prompts."""
+        if self._teacher_prompts is None or not isinstance(collected, RolloutBatch):
             return collected
-        gains = self._teachers.gains(sequences_of(collected.groups))
-        return replace(collected, teacher_gains=gains, taught=self._teachers.taught)
+        sequences, found = sequences_of(collected.groups), dict[int, dict[str, np.ndarray]]()
+        prompts = {group.group_id: self._teacher_prompts.numbers(group.prompt) for group in collected.groups}
+        for index, (group, _, _) in enumerate(sequences):
+            if (numbers := prompts[group.group_id]) is not None:
+                found.setdefault(index, {})["teacher_prompts"] = numbers
+        if self._teachers is None:
+            return replace(collected, of_teachers=found)
+        for index, gain in self._teachers.gains(sequences).items():
+            found.setdefault(index, {})["teacher_gains"] = gain
+        return replace(collected, of_teachers=found, taught=self._teachers.taught)
 
     def _agree(self, collected: RolloutBatch | Exception | None) -> dict[str, Any]:
         """Return the batch's "should_stop", "is_last" and "generation_step" on every rank. CollectionEnded without one."""
@@ -144,28 +155,28 @@ class Rollout:
             batch.training_version,
             filter_overlong=self._filter_overlong,
             rewards_turns=self._rewards_turns,
-            served=batch.teacher_gains,
+            of_teachers=batch.of_teachers,
         )
         samples = samples_of(header)
         kept, _ = share(samples)
-        sequences, gains = sequences_of(batch.groups), batch.teacher_gains
+        sequences, found = sequences_of(batch.groups), batch.of_teachers
         if self._coordination.size > 1:
             broadcast_tensors(header)
             for chunk in _chunks(samples):
-                parts = [numbers_at(sequences, index, gains) for index in chunk]
+                parts = [numbers_at(sequences, index, found) for index in chunk]
                 names = sorted({name for part in parts for name in part})
                 broadcast_tensors(
                     {name: torch.cat([part[name].flatten() for part in parts if name in part]) for name in names}
                 )
         return [
-            replace(one, **numbers_at(sequences, i, gains)) if i in kept else one for i, one in enumerate(samples)
+            replace(one, **numbers_at(sequences, i, found)) if i in kept else one for i, one in enumerate(samples)
         ]
 
     def _receive(self, share: Share) -> list[TrainSample]:
         samples = samples_of(broadcast_tensors(None))
         kept, kept_by_policy = share(samples)
         keepers = {"tokens": kept, "rollout_logprobs": kept}
-        keepers |= dict.fromkeys(("routing", "support", "teacher_gains"), kept_by_policy)
+        keepers |= dict.fromkeys(("routing", "support", "teacher_gains", "teacher_prompts"), kept_by_policy)
         for chunk in _chunks(samples):
             # NCCL broadcasts on the device; packing and advantages happen on the host.
             for name, numbers in broadcast_tensors(None).items():
@@ -194,7 +205,7 @@ def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
 
 
 def _num_bytes(sample: TrainSample) -> int:
-    records = (sample.routing, sample.support)
+    records = (sample.routing, sample.support, sample.teacher_prompts)
     return 8 * sample.num_tokens + sum(record.nbytes for record in records if record is not None)
 
 

@@ -268,6 +268,7 @@ def _build(
             filter_overlong=config.reward.overlong_filter,
             rewards_turns=config.reward.verifier == "environment",
             teachers=_teacher_servers(config, data),
+            teacher_prompts=data.teacher_prompts if data else None,
         ),
         learner=learner,
         publisher=engines.publisher,
@@ -290,9 +291,9 @@ def _build(
 
 def _teacher_servers(config: Config, data: RolloutData | None) -> TeacherServers | None:
     """Return the teachers that are servers, on rank 0. ValueError for one with another tokenizer."""
-    if data is None or not config.distillation.servers:
+    if data is None or data.teacher_prompts is None or not config.distillation.servers:
         return None
-    servers = TeacherServers(config.distillation)
+    servers = TeacherServers(config.distillation, data.teacher_prompts)
     servers.check_tokens(data.inputs.tokenizer)
     return servers
 

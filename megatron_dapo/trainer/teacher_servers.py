@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.config.distillation_schema import DistillationConfig
+from megatron_dapo.config.distillation_schema import DistillationConfig, TeacherConfig
+from megatron_dapo.data.teacher_prompts import TeacherPrompts
 from megatron_dapo.engines.sglang.client import EngineAnswerError, EngineError, EngineHttpError, SglangClient
 from megatron_dapo.trainer.batch_header import numbers_of
 from megatron_dapo.types import Group, ScoredSample
@@ -30,7 +31,8 @@ Sequences = Sequence[tuple[Group, ScoredSample, int]]  # see `batch_header.seque
 class TeacherServers:
     """The servers of a run's teachers, on rank 0."""
 
-    def __init__(self, section: DistillationConfig) -> None:
+    def __init__(self, section: DistillationConfig, prompts: TeacherPrompts) -> None:
+        self._prompts = prompts
         self._clients = [(teacher, SglangClient(teacher.url, None, name=f"teacher {teacher.name}")) for teacher in section.servers]
         self.taught: dict[str, tuple[float, int]] = {}  # sum of log pi - log pi_teacher and tokens of the last batch, by name
 
@@ -67,24 +69,25 @@ class TeacherServers:
                 if not teacher.sources or group.prompt.source_name in teacher.sources
             ]
             with ThreadPoolExecutor(_IN_FLIGHT) as executor:
-                gains = list(executor.map(partial(_gain, client), (sequences[index] for index in own)))
+                gains = list(executor.map(partial(self._gain, teacher, client), (sequences[index] for index in own)))
             for index, gain in zip(own, gains, strict=True):
                 found[index] = found.get(index, 0.0) + np.float32(teacher.weight) * gain
             total = sum(float(gain.sum(dtype=np.float64)) for gain in gains)
             self.taught[teacher.name] = (-total, sum(gain.size for gain in gains))
         return found
 
-
-def _gain(client: SglangClient, sequence: tuple[Group, ScoredSample, int]) -> np.ndarray:
-    """Return log pi_teacher - log pi of a sequence's response tokens, [R] float32; 0 for those that were not sampled."""
-    group, sample, segment = sequence
-    numbers = numbers_of(group, sample, segment)
-    tokens, rollout = numbers["tokens"].tolist(), numbers["rollout_logprobs"].numpy()
-    gain = np.array(_asked(client, tokens)[len(tokens) - 1 - len(rollout) :], np.float32) - rollout
-    for run in sample.completion.stream(segment).runs:
-        if not run.is_sampled:
-            gain[run.start : run.end] = 0.0
-    return gain
+    def _gain(self, teacher: TeacherConfig, client: SglangClient, sequence: tuple[Group, ScoredSample, int]) -> np.ndarray:
+        """Return log pi_teacher - log pi of a sequence's response tokens, [R] float32; 0 for those that were not sampled."""
+        group, sample, segment = sequence
+        numbers = numbers_of(group, sample, segment)
+        tokens, rollout = numbers["tokens"].tolist(), numbers["rollout_logprobs"].numpy()
+        if teacher.prompt:
+            tokens = [*self._prompts.of(teacher, group.prompt), *tokens[len(tokens) - len(rollout) :]]
+        gain = np.array(_asked(client, tokens)[len(tokens) - 1 - len(rollout) :], np.float32) - rollout
+        for run in sample.completion.stream(segment).runs:
+            if not run.is_sampled:
+                gain[run.start : run.end] = 0.0
+        return gain
 
 
 def _asked(client: SglangClient, tokens: list[int]) -> list[float]:
@@ -98,8 +101,3 @@ def _asked(client: SglangClient, tokens: list[int]) -> list[float]:
                 raise
             logger.warning("%s: asked again (%d of %d): %s", client.name, attempt, _NUM_TRIES - 1, error)
     raise AssertionError("the last try returns or raises")
-
-
-def teaches(section: DistillationConfig, source: str) -> bool:
-    """Return True if a server teaches the prompts of a data source."""
-    return any(teacher.url for teacher in section.teachers_of(source))

@@ -162,14 +162,13 @@ def built_in_losses(names: list[str]) -> dict[str, float]:
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof import worker
     from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
-    from megatron_dapo.proof.losses import PROOF_LOSSES
     from megatron_dapo.trainer.updater import loss_weights
 
     differences = {}
     for name in names:
         problem = worker.pose_problem(loss=name)
         weights = loss_weights(problem.samples, "sample_mean", MAX_RESPONSE_TOKENS)
-        for fields in ({"tensor": 2}, {"context": 2}) if PROOF_LOSSES[name].cuts_sequences else ({"tensor": 2}, {}):
+        for fields in ({"tensor": 2}, {"context": 2}):
             actor = worker.build_actor(problem, ParallelLayout(2, **fields), "float32")
             row = worker.check_cut(problem, actor, Cut("2", "packed"), "sample_mean", weights)
             differences[f"{name} {row.layout}"] = max(row.rel_diff, row.loss_rel_diff)

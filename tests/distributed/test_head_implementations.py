@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,63 +64,50 @@ def fp8_worker(_: Any) -> list[float]:
 
 def divergence_worker(_: Any) -> list[float]:
     """Compare the divergence with one rank's in fp64; in the second case the second rank has only padding columns."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    own = slice(rank * ROWS, (rank + 1) * ROWS)
-    return [
-        difference
-        for size in (ROWS * num_ranks - 3, 20)
-        for difference in _divergence_differences(size, own, ROWS * num_ranks)
-    ]
+    return [difference for size in _sizes() for difference in _differences(size, _divergence)]
 
 
 def distillation_worker(_: Any) -> list[float]:
     """Compare each divergence from a teacher with one rank's in fp64, in the same two cases."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    own = slice(rank * ROWS, (rank + 1) * ROWS)
     return [
         difference
-        for size in (ROWS * num_ranks - 3, 20)
+        for size in _sizes()
         for divergence in DIVERGENCES
-        for difference in _distillation_differences(size, own, ROWS * num_ranks, divergence)
+        for difference in _differences(size, partial(_distillation, divergence=divergence))
     ]
 
 
-def _distillation_differences(vocab_size: int, own: slice, rows: int, divergence: str) -> list[float]:
-    hidden, weight, _ = make(NUM_TOKENS, vocab_size=vocab_size, rows=rows, scale=0.5, dtype=torch.float64)
+def _sizes() -> tuple[int, int]:
+    return ROWS * dist.get_world_size() - 3, 20
+
+
+def _divergence(hidden: torch.Tensor, weight: torch.Tensor, **settings: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    reference = hidden.detach() * 0.9, weight.detach() * 1.2
+    found = vocab_parallel_divergence(hidden, weight, *reference, gamma=0.5, **settings)
+    return [found.weighted_mse, found.cross_entropy], (found.weighted_mse + 0.3 * found.cross_entropy).sum()
+
+
+def _distillation(hidden: torch.Tensor, weight: torch.Tensor, **settings: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    teacher = hidden.detach()[:, :8], weight.detach()[:, :8] * 1.2
+    value = vocab_parallel_distillation(hidden, weight, *teacher, beta=0.3, **settings)
+    return [value], value.square().sum()
+
+
+def _differences(vocab_size: int, compute: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]) -> list[float]:
+    """Differences of the token values and of both gradients between this rank's rows of the weight and all of them."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    hidden, weight, _ = make(NUM_TOKENS, vocab_size=vocab_size, rows=ROWS * num_ranks, scale=0.5, dtype=torch.float64)
     found = []
     for part, group in ((own, dist.group.WORLD), (slice(None), None)):
         leaves = hidden.clone().requires_grad_(), weight[part].clone().requires_grad_()
-        settings = {"vocab_size": vocab_size, "divergence": divergence, "beta": 0.3, "group": group, "chunk_columns": 9}
-        value = vocab_parallel_distillation(*leaves, hidden[:, :8], weight[part, :8] * 1.2, **settings)
-        value.square().sum().backward()
-        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+        values, loss = compute(*leaves, vocab_size=vocab_size, group=group, chunk_columns=9)
+        loss.backward()
+        found.append([*(value.detach() for value in values), *(leaf.grad for leaf in leaves)])
     ours, whole = found
-    dist.all_reduce(ours[1])
-    pairs = ((ours[0], whole[0]), (ours[1], whole[1]), (ours[2], whole[2][own]))
+    dist.all_reduce(ours[-2])
+    pairs = zip(ours, [*whole[:-1], whole[-1][own]], strict=True)
     return [float((one - other).abs().max()) for one, other in pairs]
-
-
-def _divergence_differences(vocab_size: int, own: slice, rows: int) -> list[float]:
-    hidden, weight, _ = make(NUM_TOKENS, vocab_size=vocab_size, rows=rows, scale=0.5, dtype=torch.float64)
-    found, whole = (
-        _divergence(hidden, weight[part], weight[part] * 1.2, vocab_size, group)
-        for part, group in ((own, dist.group.WORLD), (slice(None), None))
-    )
-    dist.all_reduce(found[2])
-    differences = [float((ours - one).abs().max()) for ours, one in zip(found[:3], whole[:3], strict=True)]
-    differences.append(float((found[3] - whole[3][own]).abs().max()))
-    return differences
-
-
-def _divergence(
-    hidden: torch.Tensor, weight: torch.Tensor, reference_weight: torch.Tensor, vocab_size: int, group: Any
-) -> list[torch.Tensor]:
-    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = vocab_parallel_divergence(
-        *leaves, hidden * 0.9, reference_weight, vocab_size=vocab_size, gamma=0.5, group=group, chunk_columns=9
-    )
-    (found.weighted_mse + 0.3 * found.cross_entropy).sum().backward()
-    return [found.weighted_mse.detach(), found.cross_entropy.detach(), leaves[0].grad, leaves[1].grad]
 
 
 def test_the_divergence_is_that_of_one_rank() -> None:

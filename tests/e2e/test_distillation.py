@@ -1,4 +1,4 @@
-"""Distillation from three teachers, one of another size and padding, one a snapshot of the policy: every layout makes the steps that one process makes, across a
+"""Distillation from four teachers, one of another size and padding, one a snapshot of the policy, one that reads the answer: every layout makes the steps that one process makes, across a
 resume as well, and no group of a teacher's prompts is filtered."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from whole_runs import STEADY, lines_of, run_command, sets, train, trained_responses
 
+from megatron_dapo.proof.oracle import with_random_weights
 from megatron_dapo.telemetry.batch_dump import load_batch
 from tools.prove_resume import write_recipe
 
@@ -24,8 +25,12 @@ COMPARED = (
     "distillation/teacher/wide/divergence",
     "distillation/teacher/self/divergence",
     "distillation/teacher/snapshot/divergence",
+    "distillation/teacher/told/divergence",
     "distillation/source/books/divergence",
 )
+
+
+TOLD = "{prompt} It is {answer}."  # what a teacher reads that knows the answer
 
 
 def write_teacher(directory: Path, student: Path, vocab_size: int = 600) -> Path:
@@ -36,12 +41,7 @@ def write_teacher(directory: Path, student: Path, vocab_size: int = 600) -> Path
         vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
     )  # fmt: skip
-    model = transformers.Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    model = with_random_weights(transformers.Qwen2ForCausalLM(config), 3)
     model.save_pretrained(directory)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(student / file, directory)
@@ -57,6 +57,7 @@ def settings(directory: Path, divergence: str = "js") -> tuple[str, ...]:
         f'{{name = "wide", path = "{directory / "wide"}", sources = ["books"], weight = 0.5}}',
         '{name = "self", sources = ["games"], rl = true}',
         '{name = "snapshot", sources = ["games"], refresh_steps = 2, weight = 0.2}',
+        f'{{name = "told", sources = ["games"], prompt = "{TOLD}", weight = 0.3}}',
     )
     sources = (f'{{path = "{directory / name}.jsonl", name = "{name}"}}' for name in ("books", "games"))
     return (
@@ -108,6 +109,57 @@ def test_three_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Pa
             assert step[name] == pytest.approx(right[name], rel=tolerance, abs=1e-5), (step["train_step"], name)
 
 
+def told_prompts(recipe: Path, model: Path) -> dict[tuple[int, ...], list[int]]:
+    """What the policy reads -> what the teacher reads, in token ids, by the tokenizer alone."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    found = {}
+    for row in map(json.loads, (recipe.parent / "train.jsonl").read_text().splitlines()):
+        [turn] = row["prompt"]
+        answer = row["reward_model"]["ground_truth"]
+        texts = turn["content"], f"{turn['content']} It is {answer}."
+        ids = [
+            tokenizer(tokenizer.apply_chat_template([{**turn, "content": text}], tokenize=False, add_generation_prompt=True))["input_ids"]
+            for text in texts
+        ]
+        found[tuple(ids[0])] = ids[1]
+    return found
+
+
+def response_log_softmax(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-probs of all words at each token of a response, [R, V]."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1], -1)
+
+
+def test_a_teacher_reads_more_than_the_policy(tmp_path: Path) -> None:
+    """Context-parallel ranks cut both sequences in different places."""
+    import transformers
+
+    recipe, student = write_recipe(tmp_path), Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
+    overrides = (
+        f'distillation.teachers=[{{name = "told", prompt = "{TOLD}"}}]',
+        "training.mini_batch_prompts=6",  # one optimizer step: the policy is as it started
+        "run.total_steps=1",
+        "telemetry.dump_batches=1",
+        *STEADY,
+    )
+    outcome = train(recipe, tmp_path / "run", "cp2", *overrides)
+    assert outcome.code == 0, outcome.text
+    model, prompts = transformers.AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64), told_prompts(recipe, student)
+    total, tokens = 0.0, 0
+    for sample in load_batch(tmp_path / "run" / "batches" / "step_000001").samples:
+        ids = sample.tokens.tolist()
+        own, response = ids[: sample.prompt_length], ids[sample.prompt_length :]
+        log_s = response_log_softmax(model, own, response)
+        log_p = response_log_softmax(model, prompts[tuple(own)], response)
+        total, tokens = total + float((log_s.exp() * (log_s - log_p)).sum()), tokens + len(response)
+    [step] = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert total / tokens > 1e-3 and step["actor/grad_norm"] > 1e-3
+    assert step["distillation/teacher/told/divergence"] == pytest.approx(total / tokens, rel=1e-5)
+
+
 class Scorer(ThreadingHTTPServer):
     """What a stock SGLang server says about given tokens, by transformers."""
 
@@ -153,7 +205,8 @@ def test_a_server_teaches_by_token(tmp_path: Path) -> None:
         for server in (own, wide):
             threading.Thread(target=server.serve_forever, daemon=True).start()
         teachers = ", ".join(
-            f'{{name = "{name}", url = "http://127.0.0.1:{server.server_port}"}}' for name, server in (("own", own), ("wide", wide))
+            f'{{name = "{name}", url = "http://127.0.0.1:{server.server_port}", prompt = "{prompt}"}}'
+            for name, server, prompt in (("own", own, ""), ("wide", wide, TOLD))
         )
         overrides = (f"distillation.teachers=[{teachers}]", "run.total_steps=2", "telemetry.dump_batches=1", *STEADY)
         outcome = train(recipe, tmp_path / "run", "dp2", *overrides)
@@ -164,9 +217,11 @@ def test_a_server_teaches_by_token(tmp_path: Path) -> None:
     # At first the policy is the teacher `own`, and its samples are far from what `wide` would say.
     assert abs(first["distillation/teacher/own/divergence"]) < 1e-5 < first["distillation/teacher/wide/divergence"]
     assert first["actor/grad_norm"] > 1e-3 and second["rollout/groups_filtered_share"] == 0
+    prompts = told_prompts(recipe, student)
     for sample in load_batch(tmp_path / "run" / "batches" / "step_000001").samples:
-        with torch.no_grad():
-            log_p = torch.log_softmax(wide.model(sample.tokens[None].long()).logits[0, sample.prompt_length - 1 : -1], -1)
+        ids = sample.tokens.tolist()
+        read, response = prompts[tuple(ids[: sample.prompt_length])], ids[sample.prompt_length :]
+        log_p = response_log_softmax(wide.model, read, response)
         right = log_p.gather(1, sample.tokens[sample.prompt_length :, None].long())[:, 0] - sample.rollout_logprobs
         torch.testing.assert_close(sample.teacher_gains, right, atol=1e-4, rtol=1e-4)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts, WeightSync
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.types import Completion
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3, 8, 8, 120]
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
@@ -29,6 +33,26 @@ VERSIONS = itertools.count(1)
 def connect(server: SglangServer, **timeouts: float) -> SglangClient:
     assert server.info is not None
     return SglangClient(server.url, read_key(server.key_file), Timeouts(**timeouts), server.info.api_version)
+
+
+@contextmanager
+def serving(server: SglangServer, deadline_s: float, **fields: Any) -> Iterator[SglangEngine]:
+    """An engine over a server, as version 1 of the policy."""
+    client = connect(server, generate_s=deadline_s)
+    client.update_weight_version(1)
+    settings = SglangEngineSettings(client.max_length(), 300, poll_wait_s=0.2, abort_s=deadline_s, **fields)
+    with SglangEngine([client], settings) as engine:
+        engine.set_policy_version(1)
+        yield engine
+
+
+def drain(engine: SglangEngine, deadline_s: float) -> list[Completion]:
+    """Every completion that is outstanding."""
+    completions, end = [], time.monotonic() + deadline_s
+    while engine.num_unfinished:
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
+        completions += engine.poll()
+    return completions
 
 
 def weights_of(directory: Path, scale: float = 1.0) -> Tensors:

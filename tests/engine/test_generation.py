@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from synced_server import SyncedServer, connect
+from synced_server import drain as all_of
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient
@@ -84,13 +85,9 @@ def make_requests(num_groups: int, group_size: int = 4, **sampling: object) -> l
 
 
 def drain(engine: SglangEngine) -> dict[str, Completion]:
-    completions: dict[str, Completion] = {}
-    end = time.monotonic() + DEADLINE_S
-    while engine.num_unfinished:
-        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
-        for done in engine.poll():
-            assert done.request_id not in completions, f"{done.request_id} came back twice"
-            completions[done.request_id] = done
+    found = all_of(engine, DEADLINE_S)
+    completions = {done.request_id: done for done in found}
+    assert len(completions) == len(found), "a response came back twice"
     return completions
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from sync_simulation import World
-from synced_server import SyncedServer, connect
+from synced_server import SyncedServer, drain, serving
 
-from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.engine import SglangEngine
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape, SamplingParams, VersionRange
 
@@ -43,11 +43,7 @@ def test_experts_arrive_on_two_ranks(
 
 @pytest.fixture
 def engine(synced: SyncedServer) -> Iterator[SglangEngine]:
-    client = connect(synced.server, generate_s=DEADLINE_S)
-    client.update_weight_version(1)
-    settings = SglangEngineSettings(client.max_length(), 300, routing=SHAPE, poll_wait_s=0.2, abort_s=DEADLINE_S)
-    with SglangEngine([client], settings) as engine:
-        engine.set_policy_version(1)
+    with serving(synced.server, DEADLINE_S, routing=SHAPE) as engine:
         yield engine
 
 
@@ -74,31 +70,23 @@ def requests(count: int, **fields: object) -> list[GenerationRequest]:
     ]
 
 
-def drain(engine: SglangEngine) -> list[Completion]:
-    completions, end = [], time.monotonic() + DEADLINE_S
-    while engine.num_unfinished:
-        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
-        completions += engine.poll()
-    return completions
-
-
 def test_answers_hold_the_experts_of_every_token_but_the_last(
     engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]
 ) -> None:
     engine.submit(requests(6))
-    for done in drain(engine):
+    for done in drain(engine, DEADLINE_S):
         assert done.routing is not None and done.routing.dtype == np.uint8
         assert done.routing.shape == (len(PROMPT) + done.num_tokens - 1, 2, 2)
         assert (np.sort(done.routing) == chosen(done)).all()
     engine.submit(requests(1, with_routing=False))
-    assert drain(engine)[0].routing is None
+    assert drain(engine, DEADLINE_S)[0].routing is None
 
 
 def test_continued_responses_keep_the_experts_of_their_prefix(
     engine: SglangEngine, chosen: Callable[[Completion], np.ndarray]
 ) -> None:
     engine.submit(requests(4))
-    whole = drain(engine)
+    whole = drain(engine, DEADLINE_S)
     marked = []
     for request, done in zip(requests(4), whole, strict=True):
         earlier = np.full_like(done.routing[: len(PROMPT) + 3], 7)
@@ -106,7 +94,7 @@ def test_continued_responses_keep_the_experts_of_their_prefix(
         prefix = replace(done, finish_reason="abort", versions=(VersionRange(0, 4, 0),), **numbers)
         marked.append(replace(request, prefix=prefix))
     engine.submit(marked)
-    for done, before in zip(drain(engine), whole, strict=True):
+    for done, before in zip(drain(engine, DEADLINE_S), whole, strict=True):
         assert done.token_ids.tolist() == before.token_ids.tolist()
         known = len(PROMPT) + 3
         assert (done.routing[:known] == 7).all() and (np.sort(done.routing)[known:] == chosen(done)[known:]).all()
@@ -131,10 +119,7 @@ def test_aborted_responses_have_their_experts(engine: SglangEngine, chosen: Call
 
 @pytest.mark.long  # tests/unit/engines/sglang/test_wire.py has such an answer
 def test_a_server_that_cannot_say_is_an_error(server_factory: Callable[..., SglangServer], tiny_model: Path) -> None:
-    client = connect(server_factory(tiny_model), generate_s=DEADLINE_S)
-    client.update_weight_version(0)
-    with SglangEngine([client], SglangEngineSettings(client.max_length(), 300, routing=SHAPE, max_tries=1)) as engine:
-        engine.set_policy_version(0)
+    with serving(server_factory(tiny_model), DEADLINE_S, routing=SHAPE, max_tries=1) as engine:
         engine.submit(requests(1))
         with pytest.raises(Exception, match="--enable-return-routed-experts"):
-            drain(engine)
+            drain(engine, DEADLINE_S)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from synced_server import connect
+from synced_server import drain, serving
 
-from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.engine import SglangEngine
 from megatron_dapo.engines.sglang.server import EngineStartError, SglangServer
 from megatron_dapo.token_support import num_supports, support_table
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
@@ -32,11 +32,7 @@ def server(server_factory: Callable[..., SglangServer], tiny_model: Path, labels
 
 @pytest.fixture
 def engine(server: SglangServer) -> Iterator[SglangEngine]:
-    client = connect(server, generate_s=DEADLINE_S)
-    client.update_weight_version(1)
-    settings = SglangEngineSettings(client.max_length(), 300, poll_wait_s=0.2, abort_s=DEADLINE_S)
-    with SglangEngine([client], settings) as engine:
-        engine.set_policy_version(1)
+    with serving(server, DEADLINE_S) as engine:
         yield engine
 
 
@@ -59,14 +55,6 @@ def requests(count: int, **sampling: object) -> list[GenerationRequest]:
     return [GenerationRequest(str(index), PROMPT, replace(SAMPLING, **sampling), seed=index) for index in range(count)]
 
 
-def drain(engine: SglangEngine) -> list[Completion]:
-    completions, end = [], time.monotonic() + DEADLINE_S
-    while engine.num_unfinished:
-        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
-        completions += engine.poll()
-    return completions
-
-
 def check(completion: Completion, logits: torch.Tensor) -> None:
     """Every support holds the likeliest ids, and log-probs are renormalized over them."""
     table = support_table(torch.from_numpy(completion.support))
@@ -79,7 +67,7 @@ def check(completion: Completion, logits: torch.Tensor) -> None:
 
 def test_supports_and_log_probs_are_those_of_the_logits(engine: SglangEngine, logits_of: Callable) -> None:
     engine.submit(requests(12))
-    completions = drain(engine)
+    completions = drain(engine, DEADLINE_S)
     assert len(completions) == 12
     for completion in completions:
         check(completion, logits_of(completion))
@@ -93,7 +81,7 @@ def test_an_aborted_response_keeps_its_supports_and_continues(engine: SglangEngi
     assert any(0 < one.num_tokens < 400 for one in aborted.values())
     rest = [replace(one, prefix=aborted[one.request_id]) for one in begun if aborted[one.request_id].num_tokens]
     engine.submit(rest)
-    for completion in drain(engine):
+    for completion in drain(engine, DEADLINE_S):
         assert completion.num_tokens == num_supports(completion.support) == 400
         check(completion, logits_of(completion))
 
@@ -101,7 +89,7 @@ def test_an_aborted_response_keeps_its_supports_and_continues(engine: SglangEngi
 def test_tokens_follow_the_softmax_over_the_support(engine: SglangEngine, logits_of: Callable) -> None:
     """Chi-square of 2,000 first tokens against the distribution that is trained."""
     engine.submit(requests(2000, max_new_tokens=1, stop_token_ids=()))
-    completions = drain(engine)
+    completions = drain(engine, DEADLINE_S)
     supports = {frozenset(support_table(torch.from_numpy(one.support))[0].tolist()) for one in completions}
     assert len(supports) == 1
     inside = torch.tensor(sorted(word for word in supports.pop() if word >= 0))

@@ -47,6 +47,8 @@ def test_a_teacher_needs_no_key() -> None:
         (make({"name": "a"}, {"name": "a"}), "another name"),
         (make({"name": "a/b"}), "another name"),
         (make({"weight": 0.0}), "a weight above 0"),
+        (make({"prompt": "A solution: {solution}"}), "write {prompt} in the prompt"),
+        (make({"prompt": "{prompt} {answer}"}, environment={"path": "games.py:Game"}), "leave prompt out of distillation.teachers"),
         (make({"refresh_steps": -1}), "a refresh_steps of 0 or more"),
         (make({"refresh_steps": 2, "path": "teacher"}), "leave path and url out"),
         (make({"refresh_steps": 2, "url": "http://host:3000"}), "leave path and url out"),

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.distillation_schema import DistillationConfig
+from megatron_dapo.data.teacher_prompts import TeacherPrompts
+from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.engines.sglang.client import EngineGone, EngineHttpError
 from megatron_dapo.trainer import teacher_servers
 from megatron_dapo.trainer.batch_header import header_of, samples_of, sequences_of, with_numbers
@@ -45,7 +47,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> TeacherServers:
         {"name": "all", "url": "http://one:1", "weight": 2.0},
         {"name": "sums", "url": "http://two:2", "sources": ("sums",)},
     )
-    return TeacherServers(DistillationConfig.model_validate({"teachers": teachers}))
+    section = DistillationConfig.model_validate({"teachers": teachers})
+    return TeacherServers(section, TeacherPrompts(section, PromptTemplate(TOKENIZER, "plain")))
 
 
 def group(number: int, source: str, tokens: tuple[int, ...]) -> Group:
@@ -63,14 +66,15 @@ def test_gains_are_weighted_sums_over_the_servers_of_a_source(servers: TeacherSe
     total, tokens = servers.taught["all"]
     assert tokens == 3 and total == pytest.approx(0.2 + 0.4 - 0.2, rel=1e-5)
     assert servers.taught["sums"][1] == 2
-    samples = with_numbers(samples_of(header_of(groups, 0, served=gains)), groups, gains)
+    fields = {index: {"teacher_gains": gain} for index, gain in gains.items()}
+    samples = with_numbers(samples_of(header_of(groups, 0, of_teachers=fields)), groups, fields)
     assert [one.source for one in samples] == ["sums", "words"]
     np.testing.assert_array_equal(samples[0].teacher_gains, gains[0])
 
 
 def test_only_sequences_of_a_server_have_gains(servers: TeacherServers) -> None:
     groups = [group(0, "sums", (7, 9)), group(1, "words", (3,))]
-    plain, taught = samples_of(header_of(groups, 0, served={1}))
+    plain, taught = samples_of(header_of(groups, 0, of_teachers={1: {"teacher_gains": np.zeros(1, np.float32)}}))
     assert plain.teacher_gains is None and taught.teacher_gains.shape == (1,) and taught.teacher_gains.is_meta
 
 
