@@ -151,7 +151,7 @@ test-unit: .venv
 	$(call pytest,$@,tests/unit tests/families $(addprefix --ignore ,$(MEGATRON_TESTS)) $(BESIDE) -m "not long")
 
 test-families: .venv .venv-sglang
-	$(call pytest,$@,$(BESIDE) tests/families tests/engine/test_sglang_layout.py)
+	$(call pytest,$@,$(BESIDE) tests/families tests/engine/test_sglang_layout.py tests/engine/test_families.py)
 
 test-triton: .venv .venv-triton
 	$(call pytest,$@,$(BESIDE) -m "not long" $(TRITON_TESTS),PYTHONPATH=.venv-triton)

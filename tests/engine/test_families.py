@@ -1,0 +1,54 @@
+"""Every family on a stock SGLang server: weights of four trainer ranks arrive, and its log-probs are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sync_simulation import World
+from synced_server import SyncedServer
+
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.parallel.layout import ParallelLayout
+from tests.families.test_table import FAMILIES
+
+pytestmark = pytest.mark.long  # test_sglang_layout.py loads every layout without a server
+
+
+def save_model(directory: Path, family: str) -> Path:
+    """The family's model of `actor_checks` with random weights far from uniform, and heads of a size that SGLang's CPU
+    kernels take."""
+    import transformers
+    from actor_checks import MODELS, SIZES
+
+    name, fields = MODELS[FAMILIES[family].model]
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    sizes = {**SIZES, **fields, "vocab_size": 300, "hidden_size": 64, "max_position_embeddings": 1024}
+    if fields.get("head_dim"):
+        sizes["head_dim"] = 16
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes, dtype="float32", architectures=[model_class.__name__]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_after_a_weight_sync_are_those_of_transformers(
+    server_factory: Callable[..., SglangServer], tmp_path: Path, family: str
+) -> None:
+    directory = save_model(tmp_path / "model", family)
+    server = server_factory(directory, tensor_parallel=1, random_weights=True, max_total_tokens=4096)
+    sizes: dict[str, Any] = {"expert": 2, "pipeline": 2} if FAMILIES[family].experts else {"tensor": 2, "pipeline": 2}
+    world = World(read_architecture(directory), ParallelLayout(4, **sizes), tensor_parallel=1, bucket_bytes=64 << 10)
+    synced = SyncedServer(server, directory, world)
+    syncs = synced.syncs()
+    for version, scale in enumerate((1.0, 1.1), start=1):
+        assert synced.run(syncs, version, scale).is_complete
+        assert synced.gap(scale) < 1e-4
