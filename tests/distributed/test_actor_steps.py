@@ -21,7 +21,6 @@ RESUMED: list[dict[str, Any]] = [
 ]
 MORE: list[dict[str, Any]] = [
     {"model": "qwen3", "layout": {"tensor": 2}, "distributed": False},
-    {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": True},
     {"model": "qwen3", "layout": {}, "distributed": True, "dtype": "bfloat16", "megatron": OVERLAP},
 ]
 

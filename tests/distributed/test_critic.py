@@ -27,8 +27,6 @@ MORE: list[dict[str, Any]] = [
     {"model": "qwen2", "layout": {"context": 2}},
     {"model": "llama3", "layout": {}},
     {"model": "qwen3", "layout": {}, "distributed": False},
-    {"model": "qwen3", "layout": {"tensor": 2, "pipeline": 2}},
-    {"model": "gemma3", "layout": {"tensor": 2, "context": 2, "sequence_parallel": True}},
     {"model": "qwen2-frozen", "layout": {"context": 2}, "distributed": False},
     {"model": "qwen3-moe-frozen", "layout": {"tensor": 2, "sequence_parallel": True, "expert": 2}},
     {"model": "gemma3-frozen", "layout": {"tensor": 2}},
