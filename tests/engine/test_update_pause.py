@@ -5,13 +5,13 @@ SGLang labels tokens from 0.5.23 on (make test-engine SGLANG=0.5.23); older serv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_dapo.config.sglang_schema import UpdatePause
-from megatron_dapo.engines.sglang.server import EngineStartError
+from megatron_dapo.engines.sglang.server import AttachedServer, EngineStartError
 from tools.version_proof.run import prove_versions
 
 NUM_TOKENS = 6000
@@ -30,8 +30,8 @@ def test_every_token_has_the_label_of_the_weights_that_sampled_it(
     assert (proof.mixed_tokens > 0) == (update_pause == "in_place"), "only this mode reads keys and values of older weights"
 
 
-def test_a_server_without_labels_is_refused(engine_python: Path, labels_tokens: bool, server_factory: Any, tiny_model: Path) -> None:
+def test_a_server_without_labels_is_refused(labels_tokens: bool, attach: Callable[..., AttachedServer]) -> None:
     if labels_tokens:
         pytest.skip("this SGLang labels tokens")
     with pytest.raises(EngineStartError, match='sglang.update_pause = "retract" needs SGLang 0.5.23 or newer'):
-        server_factory(tiny_model, update_pause="retract")
+        attach(update_pause="retract").wait_until_healthy()
