@@ -266,8 +266,10 @@ def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
 def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
     """Yield the violation of an adapter for a matrix that the model does not have."""
     path, lora = "model.lora.targets", config.model.lora
+    if not lora.rank:
+        return
     try:
-        adapter_shapes(architecture.shapes(), lora.rank, lora.targets if lora.rank else ())
+        adapter_shapes(architecture.shapes(), lora.rank, lora.targets)
     except ValueError as error:
         yield UnusableInput(path, str(error), "leave it out of model.lora.targets")
 
