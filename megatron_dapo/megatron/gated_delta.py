@@ -211,12 +211,3 @@ class GatedDeltaNet(MegatronModule):
         rows = output.index_select(0, plan.by_rank).unflatten(0, (self.context_group.size(), -1))
         return _ExchangeDims.apply(rows, self.context_group).transpose(0, 1).flatten(1)
 
-
-def check_heads(key_heads: int, value_heads: int, tensor: int, context: int) -> None:
-    """Raise ValueError unless tensor and context ranks can share the heads of a gated delta net."""
-    for field, heads in (("linear_num_key_heads", key_heads), ("linear_num_value_heads", value_heads)):
-        if heads % (tensor * context):
-            raise ValueError(
-                f"a gated delta net's heads are cut over tensor parallel {tensor} x context parallel {context} = "
-                f"{tensor * context} ranks, which do not divide {field} {heads}; choose a divisor"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
@@ -15,9 +15,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_dapo.megatron.gated_delta import GatedDeltaNet
 from megatron_dapo.megatron.layer_spec import block_spec, class_of, submodules_of
 from megatron_dapo.megatron.model_config import GPTConfig, uses_transformer_engine
 from megatron_dapo.megatron.precision import is_fp8, linear_backend
+from megatron_dapo.ops.gated_delta import gated_delta_rule
 from megatron_dapo.ops.lm_head.select import AUTO, HeadSpec, choose
 from megatron_dapo.plan.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.precision import RECIPES
@@ -49,7 +51,7 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
     group and builds no module. Raise ValueError for a requested implementation that cannot run here."""
     spec = block_spec(config, range(config.num_layers))
     is_block = isinstance(spec, TransformerBlockSubmodules)
-    layer = spec.layer_specs[-1] if is_block else spec
+    layer = _attending_layer(spec.layer_specs) if is_block else spec
     final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
     attention = layer.submodules.self_attention.submodules
     why = _reason_of_layers()
@@ -63,11 +65,22 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
             _names(layer.submodules.self_attention, attention.core_attention),
             why if config.attention_implementation == "auto" else "requested: torch's flash attention",
         ),
+        *_gated_delta(config),
         Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
         Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
         Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),
         _log_prob_head(config, head),
     )
+
+
+def _attending_layer(specs: Sequence[ModuleSpec]) -> ModuleSpec:
+    """Return the last layer with attention, which every model has."""
+    return next(spec for spec in reversed(specs) if class_of(spec.submodules.self_attention) is not GatedDeltaNet)
+
+
+def _gated_delta(config: GPTConfig) -> Iterator[Implementation]:
+    if config.linear_attention_freq is not None:
+        yield Implementation("gated delta net", _names(GatedDeltaNet, gated_delta_rule), "there is no other")
 
 
 def _precision(config: GPTConfig) -> Iterator[Implementation]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -95,7 +96,6 @@ def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
 
 
 def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     logger.debug("layers: Transformer Engine")
@@ -104,14 +104,30 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     if config.sandwich_norms:
         return _norm_outputs(config, dense)
     if config.num_moe_experts is None:
-        return dense
+        return dense if config.linear_attention_freq is None else _replace_attention(config, layers, [dense] * len(layers))
     # Under FP8 both forms zero-pad an expert's tokens to a multiple of 16, and both accept an expert without tokens.
     sparse = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, **attention
     )
     sparse = _choose_attention(config, route(config, sparse))
     specs = [sparse if has_experts(config, layer) else dense for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+    return _replace_attention(config, layers, specs)
+
+
+def _replace_attention(
+    config: GPTConfig, layers: Sequence[int], specs: Sequence[ModuleSpec]
+) -> TransformerBlockSubmodules:
+    """Put gated delta nets with Transformer Engine's linear layers into those of the layers that have one."""
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm, TERowParallelLinear
+
+    linears = GatedDeltaSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
+    chosen = []
+    for layer, spec in zip(layers, specs, strict=True):
+        if is_delta(config, layer):
+            net = ModuleSpec(module=GatedDeltaNet, submodules=linears)
+            spec = replace(spec, submodules=replace(spec.submodules, self_attention=net))
+        chosen.append(spec)
+    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=TENorm)
 
 
 def _choose_attention(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:

@@ -239,8 +239,9 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 
 def rotary_frequencies(architecture: ModelArchitecture) -> torch.Tensor:
-    """Return the inverse frequencies of all layers, [head_dim / 2] fp32; those of local layers follow, if there are any."""
-    wide = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
+    """Return the inverse frequencies of all layers, half as many as rotated dims of a head, in fp32; those of local layers
+    follow, if there are any."""
+    wide = inverse_frequencies(architecture.rotary_dim or architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
     if architecture.local is None:
         return wide
     return torch.cat((wide, inverse_frequencies(architecture.head_dim, architecture.local.rope_theta, None)))

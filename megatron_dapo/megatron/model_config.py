@@ -113,6 +113,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
         **_window_fields(architecture),
+        **_delta_fields(architecture, layout, settings.precision),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
         "params_dtype": dtype,
@@ -235,6 +236,7 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "sandwich_norms": architecture.sandwich_norms,
         "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
         "softmax_scale": architecture.attention_scale,
+        "attention_output_gate": architecture.gated_attention,
         # Dropout would make the log-probs of the old policy and of training disagree.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -258,6 +260,8 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
         "expert_tensor_parallel_size": layout.expert_tensor_size,
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": experts.gated_shared_size or None,
+        "moe_shared_expert_gate": experts.gated_shared_size > 0,
         "moe_aux_loss_coeff": 0.0,
     }
 
@@ -281,6 +285,38 @@ def _window_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "window_size": (local.window - 1, 0),
         "window_attn_skip_freq": [int(layer in local.layers) for layer in range(architecture.num_layers)],
     }
+
+
+def _delta_fields(
+    architecture: ModelArchitecture, layout: ParallelLayout, precision: PrecisionConfig
+) -> dict[str, Any]:
+    delta = architecture.delta
+    if delta is None:
+        return {}
+    check_heads(delta.key_heads, delta.value_heads, layout.tensor, layout.context)
+    if is_fp8(precision):
+        raise ValueError(
+            f"precision.recipe = {precision.recipe!r}: gated delta nets ({architecture.model_type}) compute in the "
+            'model\'s type only; set "bf16"'
+        )
+    return {
+        "linear_attention_freq": [int(layer in delta.layers) for layer in range(architecture.num_layers)],
+        "linear_conv_kernel_dim": delta.kernel_size,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+    }
+
+
+def check_heads(key_heads: int, value_heads: int, tensor: int, context: int) -> None:
+    """Raise ValueError unless tensor and context ranks can share the heads of a gated delta net."""
+    for field_name, heads in (("linear_num_key_heads", key_heads), ("linear_num_value_heads", value_heads)):
+        if heads % (tensor * context):
+            raise ValueError(
+                f"a gated delta net's heads are cut over tensor parallel {tensor} x context parallel {context} = "
+                f"{tensor * context} ranks, which do not divide {field_name} {heads}; choose a divisor"
+            )
 
 
 def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:

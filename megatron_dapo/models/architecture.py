@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_dapo.models.blocks import Activation, LocalAttention, MixtureOfExperts, RopeScaling
+from megatron_dapo.models.blocks import Activation, GatedDelta, LocalAttention, MixtureOfExperts, RopeScaling
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.models.family import Serving
 from megatron_dapo.models.placement import LayerPart
@@ -41,6 +41,9 @@ class ModelArchitecture:
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
     local: LocalAttention | None = None  # None: every token sees all before it, in all layers
+    delta: GatedDelta | None = None  # None: all layers have attention
+    gated_attention: bool = False  # attention's output is multiplied by a sigmoid of a second projection
+    rotary_dim: int | None = None  # first dims of a head that the rotary embedding rotates; None: all
     attention_scale: float | None = None  # scale of the products of queries and keys; None: 1 / sqrt(head_dim)
     activation: Activation = "silu"  # the gate's
     sandwich_norms: bool = False  # attention and MLP have a norm after them, too

@@ -34,6 +34,7 @@ class MixtureOfExperts:
     intermediate_size: int  # one expert's
     normalize: bool  # divide the probabilities of the chosen experts by their sum
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
+    gated_shared_size: int = 0  # width of an expert for every token, times a sigmoid of a projection; 0: none
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,16 @@ class LocalAttention:
     layers: frozenset[int]
     window: int  # tokens, a token itself included
     rope_theta: float
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Layers with a gated delta net in place of attention (arXiv:2412.06464)."""
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int  # a multiple of `key_heads`
+    key_dim: int  # of a head
+    value_dim: int
+    kernel_size: int  # tokens that the convolution reads, a token itself included
+    fused: bool  # how a checkpoint holds the projections (`parts.gated_delta`)

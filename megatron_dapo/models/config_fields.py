@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_dapo.models.blocks import RopeScaling
@@ -94,3 +94,16 @@ def rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
     values = {name: positive_number(name, fields[name]) for name in _ROPE_FIELDS[kind]}
     original = values.pop("original_max_position_embeddings", None)
     return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)
+
+
+def fields_beside_vision(document: Mapping[str, Any], text_type: str, of_images: Collection[str]) -> dict[str, Any]:
+    """Return the fields of text_config, whose model_type is `text_type`, and those outside it that say nothing of images,
+    except the vision tower's sizes. ValueError if both places give a field and disagree."""
+    family, text = document["model_type"], document.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", text_type) != text_type:
+        raise ValueError(f"config.json: a {family} needs an object text_config of model_type {text_type}; write it there")
+    outside = {name: value for name, value in document.items() if name not in of_images and value is not None}
+    for name in sorted(outside.keys() & text.keys() & {"tie_word_embeddings", "dtype", "torch_dtype"}):
+        if text[name] is not None and text[name] != outside[name]:
+            raise ValueError(f"config.json: {name} is {outside[name]!r}, in text_config {text[name]!r}; keep one")
+    return {**text, "architectures": None, **outside}

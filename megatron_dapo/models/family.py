@@ -9,29 +9,44 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.models.parts.attention import GroupedQueryAttention
 from megatron_dapo.models.parts.experts import RoutedExperts
+from megatron_dapo.models.parts.gated_attention import GatedAttention
+from megatron_dapo.models.parts.gated_delta import GatedDeltaMixer
 from megatron_dapo.models.parts.mlp import GatedMlp
+from megatron_dapo.models.parts.shared_expert import GatedSharedExpert
 from megatron_dapo.models.placement import LayerPart
 
 if TYPE_CHECKING:
     from megatron_dapo.models.architecture import ModelArchitecture
 
 Fields = Mapping[str, Any]  # of config.json
-FULL_ATTENTION, LOCAL_ATTENTION = "full_attention", "sliding_attention"  # values of layer_types
+# Values of layer_types.
+FULL_ATTENTION, LOCAL_ATTENTION, GATED_DELTA = "full_attention", "sliding_attention", "linear_attention"
 
 
 def decoder_parts(architecture: ModelArchitecture, layer: int) -> tuple[LayerPart, ...]:
-    """Return grouped-query attention and a gated MLP or experts; with sandwich norms, a norm before and one after each."""
+    """Return grouped-query attention or a gated delta net, and a gated MLP or experts; with sandwich norms, a norm before and
+    one after each."""
     a = architecture
-    attention = GroupedQueryAttention(
-        *(a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim),
-        *(a.qkv_bias, a.qk_norm, a.sandwich_norms),
-    )
+    mixer: LayerPart
+    if a.delta is not None and layer in a.delta.layers:
+        d = a.delta
+        sizes = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.kernel_size, d.fused)
+        mixer = GatedDeltaMixer(a.hidden_size, *sizes)
+    else:
+        kind = GatedAttention if a.gated_attention else GroupedQueryAttention
+        mixer = kind(
+            *(a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim),
+            *(a.qkv_bias, a.qk_norm, a.sandwich_norms),
+        )
     if a.experts is not None and a.has_experts(layer):
         experts = a.experts
-        sizes = (experts.num_experts, experts.intermediate_size, experts.num_experts_per_token)
-        return attention, RoutedExperts(a.hidden_size, *sizes)
+        routed = RoutedExperts(
+            a.hidden_size, experts.num_experts, experts.intermediate_size, experts.num_experts_per_token
+        )
+        shared = experts.gated_shared_size
+        return (mixer, routed, GatedSharedExpert(a.hidden_size, shared)) if shared else (mixer, routed)
     norms = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight") if a.sandwich_norms else ()
-    return attention, GatedMlp(a.hidden_size, a.intermediate_size, *norms)
+    return mixer, GatedMlp(a.hidden_size, a.intermediate_size, *norms)
 
 
 def no_features(config: Fields) -> dict[str, Any]:

@@ -31,6 +31,14 @@ class Rows:
     replicates: bool = False  # there may be fewer blocks than ranks
     start: int = 0  # first row: several `Rows` may share a tensor that a checkpoint holds fused
     end: int | None = None  # row after the last one; None: the tensor's
+    stride: int = 0  # rows from one block to the next; 0: `block`, so that they are consecutive
+
+    def pieces(self, index: int, count: int) -> list[tuple[int, int]]:
+        """Return (first row, number of rows) of each run of consecutive rows of rank `index` of `count`."""
+        if not self.stride:
+            return [self.share(index, count)]
+        mine = range(index * self.blocks // count, (index + 1) * self.blocks // count)
+        return [(self.start + block * self.stride, self.block) for block in mine]
 
     def share(self, index: int, count: int) -> tuple[int, int]:
         """Return the first row and the number of rows of rank `index` of `count`."""

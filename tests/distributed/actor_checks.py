@@ -78,6 +78,25 @@ MIXED_MOE = {  # dense and sparse layers, weights that are not normalized, tied
     "norm_topk_prob": False,
     "mlp_only_layers": [1],
 }
+DELTA = {  # a gated delta net in all layers but one, partly rotated heads
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    # The output of a sequence's first token is proportional to query x key: where that is almost 0, normalizing it amplifies
+    # rounding, by at most the square root of this.
+    "rms_norm_eps": 1e-3,
+    "pad_token_id": None,  # see gemma3
+}
+SHARED_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 32,
+}
 REPLAYED = "-replayed"  # end of the names of models whose tokens go to the experts of `drawn_routing`
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False}),
@@ -111,6 +130,9 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3-next": ("Qwen3Next", {**DELTA, **SHARED_MOE, "norm_topk_prob": True, "tie_word_embeddings": False}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**DELTA, **SHARED_MOE, "tie_word_embeddings": False}),
 }
 # Sequence lengths of each micro-batch: single tokens, equal lengths, one long sequence, many short ones.
 LENGTHS: tuple[tuple[int, ...], ...] = ((5, 17, 1, 30), (70, 3), (40, 2, 8, 8, 9, 8), (64,))
@@ -126,13 +148,52 @@ def reference_model(name: str) -> Any:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config)
-    one = 0 if family == "Gemma3" else 1  # Gemma 3 stores the difference from 1
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(one + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
+            parameter.copy_(random_weight(family, parameter_name, noise))
+    return in_fp64(model)
+
+
+def random_weight(family: str, name: str, noise: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's random values from noise of the normal distribution."""
+    if "norm" not in name:
+        return 0.08 * noise
+    # These families store the difference from 1, except in gated delta nets.
+    zero_centered = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next") and "linear_attn." not in name
+    return 0.1 * noise if zero_centered else 1 + 0.1 * noise
+
+
+def in_fp64(model: Any) -> Any:
+    """Return the model in fp64, sums of gated delta rules included."""
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = wide_rule
     return model.double()
+
+
+def wide_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence of arXiv:2412.06464, token by token, in the type of its inputs, in place of transformers' rules, whose sums
+    are in fp32. Inputs are [B, T, heads, ...]."""
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
+    zeros = value.new_zeros(value.size(0), value.size(2), key.size(3), value.size(3))
+    state, outputs = zeros if initial_state is None else initial_state.to(value), []
+    for t in range(query.size(1)):
+        state = state * g[:, t, :, None, None].exp()
+        error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / key.size(3) ** 0.5)
+    return torch.stack(outputs, dim=1), state if output_final_state else None
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from actor_checks import (
     TEMPERATURE,
     differing,
     fill_local,
+    in_fp64,
     largest_over_ranks,
     make_micro_batch,
     ragged_batch,
+    random_weight,
     snapshot,
     take_over,
 )
@@ -52,12 +54,11 @@ def model_of(name: str, head: str, **fields: Any) -> Any:
     """A transformers model of `actor_checks.MODELS` with another head, fp32, random in every tensor."""
     model_class = class_of(name, head)
     model = model_class(model_class.config_class(**{**SIZES, **MODELS[name][1], **fields}))
-    one = 0 if MODELS[name][0] == "Gemma3" else 1  # Gemma 3 stores the difference from 1
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(one + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
+            parameter.copy_(random_weight(MODELS[name][0], parameter_name, noise))
     return model
 
 
@@ -67,18 +68,20 @@ def class_of(name: str, head: str) -> Any:
     from transformers.modeling_layers import GenericForTokenClassification
 
     family, _ = MODELS[name]
-    if (family, head) != ("Gemma3", VALUE_HEAD):
+    # transformers has none for the tokens of these language models: this is its generic one.
+    own = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5", "Qwen3_5Moe": "Qwen3_5Moe"}
+    if family not in own or head != VALUE_HEAD:
         return getattr(transformers, family + head)
-    # transformers has none for the tokens of a Gemma 3: this is its generic one.
-    bases = GenericForTokenClassification, transformers.Gemma3PreTrainedModel
-    return type("Gemma3TextForTokenClassification", bases, {"config_class": transformers.Gemma3TextConfig})
+    bases = GenericForTokenClassification, getattr(transformers, family + "PreTrainedModel")
+    config_class = getattr(transformers, family + "TextConfig")
+    return type(own[family] + VALUE_HEAD, bases, {"config_class": config_class})
 
 
 def write_critic(directory: str | Path, name: str) -> None:
     """Write the directory `directory`/`name` of a critic, and its fp64 reference next to it."""
     path, family = Path(directory) / name, name.removesuffix(FROZEN)
     model_of(family, VALUE_HEAD, num_labels=1).save_pretrained(path)
-    model = class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER).double().eval()
+    model = in_fp64(class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER)).eval()
     if family != name:
         _freeze_attention(model, MODELS[family][0])
     loss, values = _loss_and_values(model, seed=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_checks import largest_over_ranks
+from actor_checks import largest_over_ranks, wide_rule
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_dapo.megatron.attention import PackedSequences
@@ -28,29 +28,6 @@ SIZES = {
     "linear_key_head_dim": KEY_DIM,
     "linear_value_head_dim": VALUE_DIM,
 }
-
-
-def wide_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    **unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The recurrence of arXiv:2412.06464, token by token, in the type of its inputs, in place of transformers' rules, whose sums
-    are in fp32. Inputs are [B, T, heads, ...]."""
-    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
-    zeros = value.new_zeros(value.size(0), value.size(2), key.size(3), value.size(3))
-    state, outputs = zeros if initial_state is None else initial_state.to(value), []
-    for t in range(query.size(1)):
-        state = state * g[:, t, :, None, None].exp()
-        error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / key.size(3) ** 0.5)
-    return torch.stack(outputs, dim=1), state if output_final_state else None
 
 
 def transformers_layer(seed: int = 3) -> torch.nn.ModuleDict:

@@ -37,6 +37,9 @@ FAMILIES = {
     "qwen3": Row("qwen3"),
     "qwen3_moe": Row("qwen3-moe", experts=True),
     "gemma3_text": Row("gemma3"),
+    "qwen3_5_text": Row("qwen3.5"),
+    "qwen3_next": Row("qwen3-next", experts=True),
+    "qwen3_5_moe_text": Row("qwen3.5-moe", experts=True),
 }
 TENSOR_PIPELINE = {"tensor": 2, "pipeline": 2}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}

@@ -87,7 +87,9 @@ class ComputedLayout(ABC):
             columns = placement.columns
             return self._columns(local + placement.local, name + columns.name, *columns.share(index, count))
         if isinstance(placement, Stack):
-            stacked = [(name + part.name, *part.share(index, count), part.end) for part in placement.parts]
+            stacked = [
+                (name + part.name, *piece, part.end) for part in placement.parts for piece in part.pieces(index, count)
+            ]
             return self._rows(local + placement.local, stacked)
         return self._interleaved(placement, local + placement.local, name, index, count)
 
@@ -124,7 +126,7 @@ class ComputedLayout(ABC):
                 common = intersect(mine, Slice((position,), (part.block,)))
                 if common is not None:
                     offset, size = common.offset[0], common.shape[0]
-                    source = (part.start + unit * part.block + offset - position, *zeros)
+                    source = (part.start + unit * (part.stride or part.block) + offset - position, *zeros)
                     place = (offset - mine.offset[0], *zeros)
                     shards.append(Shard(name + part.name, source, (size, *tail), local, place))
                 position += part.block

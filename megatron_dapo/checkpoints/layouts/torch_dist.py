@@ -52,7 +52,7 @@ def places(local: str, architecture: ModelArchitecture) -> Iterator[tuple[TorchD
 def written_places(local: str, architecture: ModelArchitecture) -> Iterator[TorchDistPlace]:
     """Yield where a buffer is written: under each of its names, its layer in the name if layers differ."""
     experts = architecture.experts
-    is_mixed = experts is not None and len(experts.layers) < architecture.num_layers
+    is_mixed = architecture.delta is not None or (experts is not None and len(experts.layers) < architecture.num_layers)
     for name in _names(local):
         found = list(_places(name, architecture))
         # Second in the list of two or four: the layer in the name, the expert on an axis.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dapo.models.blocks import LocalAttention
-from megatron_dapo.models.config_fields import object_of, positive, positive_number, read_rope, required
+from megatron_dapo.models.config_fields import fields_beside_vision, object_of, positive, positive_number, read_rope, required
 from megatron_dapo.models.family import FULL_ATTENTION, LOCAL_ATTENTION, Family, Fields, Serving
 
 # Published configs leave out fields with these values, the defaults of transformers' Gemma3TextConfig. The two rotary
@@ -41,15 +41,7 @@ def _with_defaults(document: Fields) -> dict[str, Any]:
 
 
 def _beside_vision(document: Fields) -> dict[str, Any]:
-    """Return the fields of text_config and those outside it that say nothing of images, except the vision tower's sizes."""
-    text = document.get("text_config")
-    if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
-        raise ValueError("config.json: a gemma3 needs an object text_config of model_type gemma3_text; write it there")
-    outside = {name: value for name, value in document.items() if name not in _OF_IMAGES and value is not None}
-    for name in sorted(outside.keys() & text.keys() & {"tie_word_embeddings", "dtype", "torch_dtype"}):
-        if text[name] is not None and text[name] != outside[name]:
-            raise ValueError(f"config.json: {name} is {outside[name]!r}, in text_config {text[name]!r}; keep one")
-    return {**_DEFAULTS, **text, "architectures": None, **outside}
+    return {**_DEFAULTS, **fields_beside_vision(document, "gemma3_text", _OF_IMAGES)}
 
 
 def _features(config: Fields) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from megatron_dapo.models.config_fields import positive, required
 from megatron_dapo.models.family import Family, Fields, Serving
 
 
-def _features(config: Fields) -> dict[str, Any]:
+def mixture_features(config: Fields) -> dict[str, Any]:
     """Return the mixture of experts, if any layer has one."""
     # num_local_experts is transformers 5's name of num_experts.
     counts = {config[field] for field in ("num_experts", "num_local_experts") if config.get(field) is not None}
@@ -50,7 +50,7 @@ FAMILIES = {
         ),
         # They switch on transformers' load-balancing loss, which changes no logits and is no part of the policy losses.
         neutral=frozenset({"router_aux_loss_coef", "output_router_logits"}),
-        features=_features,
+        features=mixture_features,
         serving=Serving(ties_output=False, dense_layers=False),
     ),
 }

@@ -1,0 +1,115 @@
+"""Gated delta net (arXiv:2412.06464) in place of attention, with its norm: linear_attn of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
+
+_NET = "linear_attn."
+_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+
+
+@dataclass(frozen=True)
+class GatedDeltaMixer(LayerPart):
+    """Norm, projections to queries, keys, values, gates, beta and alpha, convolution, decay, gated norm and output.
+
+    `fused`: a checkpoint has two projections, whose rows go from key head to key head (Qwen3-Next); otherwise four, with
+    all heads' queries, then all keys, then all values in the first.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    fused: bool
+
+    @property
+    def _ratio(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Widths of all keys and of all values."""
+        return self.key_heads * self.key_dim, self.value_heads * self.value_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        keys, values = self._widths
+        into = {"qkvz": 2 * (keys + values), "ba": 2 * self.value_heads}
+        if not self.fused:
+            into = {"qkv": 2 * keys + values, "z": values, "b": self.value_heads, "a": self.value_heads}
+        return {
+            "input_layernorm.weight": (self.hidden,),
+            **{f"{_NET}in_proj_{name}.weight": (rows, self.hidden) for name, rows in into.items()},
+            _NET + "conv1d.weight": (2 * keys + values, 1, self.kernel_size),
+            _NET + "dt_bias": (self.value_heads,),
+            _NET + "A_log": (self.value_heads,),
+            _NET + "norm.weight": (self.value_dim,),
+            _NET + "out_proj.weight": (self.hidden, values),
+        }
+
+    def megatron(self) -> Iterator[Placement]:
+        """Yield buffers. A rank's rows of in_proj are its heads' queries, keys, values, gates, beta and alpha."""
+        yield Stack("self_attention.dt_bias", self._per_head("dt_bias"))
+        yield Stack("self_attention.A_log", self._per_head("A_log"))
+        yield Stack("self_attention.in_proj.weight", self._projected())
+        yield Whole("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight")
+        yield Stack("self_attention.conv1d.weight", self._by_head("conv1d"))
+        yield Whole("self_attention.out_norm.weight", _NET + "norm.weight")
+        yield CutColumns("self_attention.out_proj.weight", self._output())
+
+    def sglang(self, engine: EngineCut) -> Iterator[Placement]:
+        """Yield buffers. in_proj_qkvz has a rank's queries, keys, values and gates; if the checkpoint's are fused, its rows."""
+        yield Stack(_NET + "dt_bias", self._per_head("dt_bias"))
+        yield Stack(_NET + "A_log", self._per_head("A_log"))
+        yield Stack(_NET + "conv1d.weight", self._by_head("conv1d"))
+        if self.fused:
+            for name in (_NET + "in_proj_qkvz.weight", _NET + "in_proj_ba.weight"):
+                rows = self.shapes()[name][0] // self.key_heads
+                yield Stack(name, (Rows(name, self.key_heads, rows, _KEY_HEADS),))
+        else:
+            yield Stack(_NET + "in_proj_qkvz.weight", self._projected()[:4])
+            yield Stack(_NET + "in_proj_ba.weight", self._projected()[4:])
+        yield Whole(_NET + "norm.weight", _NET + "norm.weight")
+        yield CutColumns(_NET + "out_proj.weight", self._output())
+        yield Whole("input_layernorm.weight", "input_layernorm.weight")
+
+    @property
+    def state_elements(self) -> tuple[int, int]:
+        """Elements of a sequence's state: of the convolution, in the model's type, and of the recurrence, in fp32."""
+        keys, values = self._widths
+        return (2 * keys + values) * (self.kernel_size - 1), self.value_heads * self.key_dim * self.value_dim
+
+    def _projected(self) -> tuple[Rows, ...]:
+        """Return the rows of queries, keys, values, gates, beta and alpha."""
+        if not self.fused:
+            others = (("in_proj_z", self.value_dim), ("in_proj_b", 1), ("in_proj_a", 1))
+            gates = (Rows(f"{_NET}{name}.weight", self.value_heads, rows, _VALUE_HEADS) for name, rows in others)
+            return (*self._by_head("in_proj_qkv"), *gates)
+        values = self._ratio * self.value_dim
+        parts, start = [], 0
+        for rows in (self.key_dim, self.key_dim, values, values):
+            stride = 2 * (self.key_dim + values)
+            parts.append(Rows(_NET + "in_proj_qkvz.weight", self.key_heads, rows, _KEY_HEADS, start=start, stride=stride))
+            start += rows
+        for start in (0, self._ratio):
+            sizes = (self.key_heads, self._ratio, _KEY_HEADS)
+            parts.append(Rows(_NET + "in_proj_ba.weight", *sizes, start=start, stride=2 * self._ratio))
+        return tuple(parts)
+
+    def _by_head(self, name: str) -> tuple[Rows, Rows, Rows]:
+        """Return the rows of queries, keys and values in a tensor that has one after the other."""
+        tensor, (keys, _) = f"{_NET}{name}.weight", self._widths
+        queries = Rows(tensor, self.key_heads, self.key_dim, _KEY_HEADS, end=keys)
+        of_keys = Rows(tensor, self.key_heads, self.key_dim, _KEY_HEADS, start=keys, end=2 * keys)
+        return queries, of_keys, Rows(tensor, self.value_heads, self.value_dim, _VALUE_HEADS, start=2 * keys)
+
+    def _per_head(self, name: str) -> tuple[Rows]:
+        return (Rows(_NET + name, self.value_heads, 1, _VALUE_HEADS),)
+
+    def _output(self) -> Rows:
+        return Rows(_NET + "out_proj.weight", self.value_heads, self.value_dim, _VALUE_HEADS)
