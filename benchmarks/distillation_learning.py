@@ -1,18 +1,20 @@
 """What a student of 0.1 B parameters learns of its teacher's distribution: the whole vocabulary against the teacher's top 32.
 
-    python benchmarks/distillation_learning.py [--json] [--tiny] [--model runs/models/smollm2] [--steps 10] [--seeds 3]
+    python benchmarks/distillation_learning.py [--json] [--tiny] [--on-policy] [--model runs/models/smollm2] [--steps 10] [--seeds 3]
 
 The teacher is SmolLM2-135M-Instruct (49,152 words; `make runs/models/smollm2` writes it), the student the same model without 6 of
 its 30 layers, 0.11 B parameters. All see the same tokens of the quickstart's problems, 256 a step, in an order that the seed
-shuffles, and take AdamW steps in fp32 on the forward KL from the teacher:
+shuffles, and take AdamW steps in fp32 on the forward KL from the teacher, with --on-policy on the reverse KL at 128 tokens a
+step that each student samples itself after the beginnings of the same sequences:
 
     whole      over the whole vocabulary, in tiles (ops/distillation.py)
-    top_k      over the teacher's 32 likeliest words: sum of p log(p / s) over them
+    top_k      over the teacher's 32 likeliest words: the sum of p log(p / s), or s log(s / p), over them
     top_k_1    the same with both distributions rescaled to 1 over them
 
-`kl` is KL(teacher || student) in nats a token over the whole vocabulary on held-out problems after the last step, mean over
-seeds; `tail` the student's mass outside of the teacher's top 32, with `teacher_tail` the teacher's. `kl_difference` is top_k
-less whole, and top_k_1 less whole: means of paired seeds with Student's interval of 95 %.
+`kl` is the same divergence in nats a token over the whole vocabulary on held-out problems after the last step, with --on-policy at
+tokens that the trained student samples, mean over seeds; `tail` the student's mass outside of the teacher's top 32, with
+`teacher_tail` the teacher's. `kl_difference` is top_k less whole, and top_k_1 less whole: means of paired seeds with Student's
+interval of 95 %.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ TOP_K = 32
 ARMS = ("whole", "top_k", "top_k_1")
 DROPPED = (5, 9, 13, 17, 21, 25)  # layers that the student lacks; of a tiny model the second
 LENGTH, BATCH = 128, 2  # tokens of a sequence and sequences of a step
+SAMPLED, HELD_OUT_SEED = 64, 1_000_000  # tokens of a sequence that the student samples, and the seed of held-out ones
 LEARNING_RATE = 3e-4
 
 
@@ -71,49 +74,73 @@ def models(directory: Path) -> tuple[Any, Any]:
 
 
 def hidden_states(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return [tokens, h]."""
+    """Return [sequences, tokens, h]."""
     states: torch.Tensor = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    return states.flatten(0, 1)
+    return states
 
 
-def loss_of(arm: str, hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor) -> torch.Tensor:
+def both(student: Any, teacher: Any, tokens: torch.Tensor, sampling_seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both models' hidden states, [N, h], at given tokens or, with a seed, at those that the student samples."""
+    part = slice(None)
+    if sampling_seed is not None:
+        tokens, part = sampled(student, tokens, sampling_seed), slice(LENGTH - SAMPLED - 1, -1)
+    with torch.no_grad():
+        theirs = hidden_states(teacher, tokens)[:, part].flatten(0, 1)
+    return hidden_states(student, tokens)[:, part].flatten(0, 1), theirs
+
+
+@torch.no_grad()
+def sampled(student: Any, given: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the beginnings of sequences, each with SAMPLED tokens of the student."""
+    torch.manual_seed(seed)
+    student.generation_config.eos_token_id = None  # all have SAMPLED tokens, and none is banned
+    settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": SAMPLED, "pad_token_id": 0}
+    tokens: torch.Tensor = student.generate(given[:, : LENGTH - SAMPLED], **settings)
+    return tokens
+
+
+def loss_of(
+    arm: str, divergence: str, hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor
+) -> torch.Tensor:
     """Return the mean loss of an arm over tokens."""
     if arm == "whole":
-        settings = {"vocab_size": weight.size(0), "divergence": "forward"}
+        settings = {"vocab_size": weight.size(0), "divergence": divergence}
         return vocab_parallel_distillation(hidden, weight, teacher, teacher_weight, **settings).mean()
     log_s = torch.log_softmax(hidden @ weight.t(), -1)
     log_p, words = torch.log_softmax(teacher @ teacher_weight.t(), -1).topk(TOP_K, -1)
     log_s = log_s.gather(1, words)
     if arm == "top_k_1":
         log_p, log_s = log_p.log_softmax(-1), log_s.log_softmax(-1)
+    if divergence == "reverse":
+        return (log_s.exp() * (log_s - log_p)).sum(-1).mean()
     return (log_p.exp() * (log_p - log_s)).sum(-1).mean()
 
 
 @torch.no_grad()
-def evaluate(student: Any, held_out: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor) -> dict[str, float]:
-    """Return KL(teacher || student) and both masses outside of the teacher's top K, from all logits."""
-    hidden, kl, tail, teacher_tail = hidden_states(student, held_out), 0.0, 0.0, 0.0
-    for ours, theirs in zip(hidden.split(256), teacher.split(256), strict=True):
+def evaluate(student: Any, teacher: Any, held_out: torch.Tensor, on_policy: bool) -> dict[str, float]:
+    """Return the divergence and both masses outside of the teacher's top K, from all logits."""
+    hidden, states = both(student, teacher, held_out, HELD_OUT_SEED if on_policy else None)
+    kl = tail = teacher_tail = 0.0
+    for ours, theirs in zip(hidden.split(256), states.split(256), strict=True):
         log_s = torch.log_softmax(ours @ student.lm_head.weight.t(), -1)
-        log_p = torch.log_softmax(theirs @ teacher_weight.t(), -1)
+        log_p = torch.log_softmax(theirs @ teacher.lm_head.weight.t(), -1)
         words = log_p.topk(TOP_K, -1).indices
-        kl += float((log_p.exp() * (log_p - log_s)).sum())
+        weighing, other = (log_s, log_p) if on_policy else (log_p, log_s)
+        kl += float((weighing.exp() * (weighing - other)).sum())
         tail += float((1 - log_s.gather(1, words).exp().sum(-1)).sum())
         teacher_tail += float((1 - log_p.gather(1, words).exp().sum(-1)).sum())
     return {"kl": kl / len(hidden), "tail": tail / len(hidden), "teacher_tail": teacher_tail / len(hidden)}
 
 
-def train_seed(seed: int, model: Path, steps: int) -> Iterator[dict[str, Any]]:
+def train_seed(seed: int, model: Path, steps: int, on_policy: bool = False) -> Iterator[dict[str, Any]]:
     """Train a student by each arm in this process; yield its held-out figures before and after."""
     torch.set_num_threads(1)
     number = steps * BATCH
     tokens, held_out = (sequences(model, *each) for each in (("train.jsonl", number), ("heldout.jsonl", 8)))
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).view(-1, BATCH)
     teacher, first = models(model)
-    weight = teacher.lm_head.weight.detach()
-    with torch.no_grad():
-        right, states = hidden_states(teacher, held_out), [hidden_states(teacher, tokens[chosen]) for chosen in order]
-    before = evaluate(first, held_out, right, weight)["kl"]
+    divergence, weight = "reverse" if on_policy else "forward", teacher.lm_head.weight.detach()
+    before = evaluate(first, teacher, held_out, on_policy)["kl"]
     for arm in ARMS:
         student, start = copy.deepcopy(first), time.process_time()
         # The head is tied to the embedding, as in the model.
@@ -121,14 +148,15 @@ def train_seed(seed: int, model: Path, steps: int) -> Iterator[dict[str, Any]]:
         for step, chosen in enumerate(order):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 4, (steps - step) / (steps / 2))
-            loss = loss_of(arm, hidden_states(student, tokens[chosen]), student.lm_head.weight, states[step], weight)
+            ours, theirs = both(student, teacher, tokens[chosen], seed * steps + step if on_policy else None)
+            loss = loss_of(arm, divergence, ours, student.lm_head.weight, theirs, weight)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
             optimizer.step()
         seconds = time.process_time() - start
         parameters = sum(parameter.numel() for parameter in student.parameters())
-        after = evaluate(student, held_out, right, weight)
+        after = evaluate(student, teacher, held_out, on_policy)
         yield {"arm": arm, "seed": seed, "before": before, **after, "cpu_seconds": seconds, "parameters": parameters}
 
 
@@ -138,7 +166,7 @@ def rows(arguments: Any) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, arguments.results.read_text().splitlines())
         return
     for seed in range(arguments.seeds):
-        yield from train_seed(seed, arguments.model, arguments.steps)
+        yield from train_seed(seed, arguments.model, arguments.steps, arguments.on_policy)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -160,6 +188,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = options.parser(__doc__, "one seed of four steps on the quickstart's model")
+    parser.add_argument("--on-policy", action="store_true", help="students learn at tokens that they sample")
     parser.add_argument("--model", type=Path, default=ROOT / "runs" / "models" / "smollm2")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
@@ -169,7 +198,7 @@ def main() -> None:
     if arguments.tiny:
         arguments.steps, arguments.seeds, arguments.model = 4, 1, QUICKSTART / "base_model"
     if arguments.seed is not None:
-        for row in train_seed(arguments.seed, arguments.model, arguments.steps):
+        for row in train_seed(arguments.seed, arguments.model, arguments.steps, arguments.on_policy):
             print(json.dumps(row), flush=True)
         return
     options.show(summary(list(rows(arguments))), arguments)

@@ -12,7 +12,7 @@ from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import CollectProgress, RolloutBatch
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.types import Prompt
+from megatron_dapo.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class CollectorInputs:
     """Everything a collector works with.
 
     `stream` yields prompt ids and takes back those that were not trained; its state is saved with the collector's.
-    `prompts` maps the ids to prompts. `on_progress` is called after every poll of the engine.
+    `prompts` maps the ids to prompts. `on_progress` is called after every poll of the engine, `on_kept` with each group
+    that a batch may train.
     """
 
     stream: PromptStream
@@ -107,6 +108,7 @@ class CollectorInputs:
     scorer: SampleScorer
     on_progress: Callable[[CollectProgress], None] | None = None
     losses: LossLimits = LossLimits()
+    on_kept: Callable[[Group], None] | None = None
 
 
 class EpisodesLost(RuntimeError):

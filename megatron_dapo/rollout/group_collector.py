@@ -116,6 +116,7 @@ class GroupCollector(Collector):
         self._runs_on = False  # groups stay in flight until the next collection, which follows at once
         self._builder = self._open.builder
         self._losses = LostGroups(inputs.losses, inputs.stream)
+        self._on_kept = inputs.on_kept
         self._tail = TailRounds(config.tail_rounds)
         self._reported: set[Exhaustion] = set()  # shortages that this process has warned of
         self._shown: list[Group] = []  # the first groups that this collection left out
@@ -323,6 +324,8 @@ class GroupCollector(Collector):
             self._counters.num_recent_kept += decision == KEPT
             if decision == KEPT:
                 self._buffer.put(group)
+                if self._on_kept is not None:
+                    self._on_kept(group)
                 self._num_up_to_kept = max(self._num_up_to_kept, int(group.group_id) - self._first_number + 1)
             else:
                 self._counters.num_filtered += 1

@@ -42,6 +42,7 @@ from megatron_dapo.trainer.build_episodes import episode_engine, template_proof
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import RunPaths
 from megatron_dapo.trainer.sft import ExampleStream
+from megatron_dapo.trainer.teacher_servers import TeacherServers
 from megatron_dapo.types import Completion, Prompt, SamplingParams, Score
 from megatron_dapo.untrusted import printable
 
@@ -67,6 +68,7 @@ class RolloutData:
     shared: SharedEngine | None = None  # the engine if evaluations run in the background
     examples: ExampleStream | None = None
     teacher_prompts: TeacherPrompts | None = None  # None without teachers
+    teachers: TeacherServers | None = None  # None without servers
     proof: TemplateProof | None = None  # the chat template continues episodes exactly; None without episodes
 
     def disagreement_share(self) -> float:
@@ -116,7 +118,10 @@ def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
     book = PromptBook({prompt.prompt_id: prompt for prompt in prompts} | injected, tuple(fresh.values()))
     shared = SharedEngine(engine, engines.num_places) if config.evaluation.background and evaluation else None
     view = shared.rollout if shared else engine
-    collector_inputs = CollectorInputs(stream, book, view, sample_scorer, on_progress, loss_limits(config))
+    read_by_teachers = teacher_prompts(config, inputs)
+    teachers = _teacher_servers(context, read_by_teachers, inputs)
+    limits, on_kept = loss_limits(config), teachers.begin if teachers else None
+    collector_inputs = CollectorInputs(stream, book, view, sample_scorer, on_progress, limits, on_kept)
     collector: Collector
     if config.algorithm.name == "tppo":
         collector = WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
@@ -124,9 +129,20 @@ def build_rollout_data(context: RunContext, engines: Engines) -> RolloutData:
         collector = GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed, config.distillation)
     return RolloutData(
         *(inputs, scorer, collector, engine, stream, prompts, evaluation, shared),
-        teacher_prompts=teacher_prompts(config, inputs),
+        teacher_prompts=read_by_teachers,
+        teachers=teachers,
         proof=proof,
     )
+
+
+def _teacher_servers(context: RunContext, prompts: TeacherPrompts | None, inputs: ModelInputs) -> TeacherServers | None:
+    """Return the teachers that are servers, if there are any. ValueError for one with another tokenizer."""
+    if prompts is None or not context.config.distillation.servers:
+        return None
+    servers = TeacherServers(context.config.distillation, prompts)
+    context.stack.callback(servers.close)
+    servers.check_tokens(inputs.tokenizer)
+    return servers
 
 
 def teacher_prompts(config: Config, inputs: ModelInputs) -> TeacherPrompts | None:

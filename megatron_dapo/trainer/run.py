@@ -52,7 +52,6 @@ from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
 from megatron_dapo.trainer.sft import ExampleBatches, SftLoop
 from megatron_dapo.trainer.start_engines import start_engines
-from megatron_dapo.trainer.teacher_servers import TeacherServers
 from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -267,7 +266,7 @@ def _build(
             topology.coordination,
             filter_overlong=config.reward.overlong_filter,
             rewards_turns=config.reward.verifier == "environment",
-            teachers=_teacher_servers(config, data),
+            teachers=data.teachers if data else None,
             teacher_prompts=data.teacher_prompts if data else None,
         ),
         learner=learner,
@@ -287,15 +286,6 @@ def _build(
         loop = SftLoop(context, parts, progress, ExampleBatches(examples, topology.coordination))
     loop.saved_step = saved_step  # a run that resumes at its end need not save again
     return PreparedRun(context, loop, parts, progress)
-
-
-def _teacher_servers(config: Config, data: RolloutData | None) -> TeacherServers | None:
-    """Return the teachers that are servers, on rank 0. ValueError for one with another tokenizer."""
-    if data is None or data.teacher_prompts is None or not config.distillation.servers:
-        return None
-    servers = TeacherServers(config.distillation, data.teacher_prompts)
-    servers.check_tokens(data.inputs.tokenizer)
-    return servers
 
 
 def _machine(config: Config, topology: RunTopology) -> str:

@@ -1,4 +1,4 @@
-"""Teachers that are stock SGLang servers: their log-probs of the sampled tokens, which rank 0 requests when a batch is full.
+"""Teachers that are stock SGLang servers: their log-probs of the sampled tokens, which rank 0 requests as groups are complete.
 
 A server of the policy's tokenizer scores prompt and response in one prefill; nothing is generated and nothing is tokenized.
 """
@@ -6,9 +6,9 @@ A server of the policy's tokenizer scores prompt and response in one prefill; no
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_dapo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_dapo.data.teacher_prompts import TeacherPrompts
 from megatron_dapo.engines.sglang.client import EngineAnswerError, EngineError, EngineHttpError, SglangClient
-from megatron_dapo.trainer.batch_header import numbers_of
+from megatron_dapo.trainer.batch_header import numbers_of, sequences_of
 from megatron_dapo.types import Group, ScoredSample
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,9 @@ _IN_FLIGHT = 32  # requests to each server
 _NUM_TRIES = 4
 _NUM_PROBED = 64  # words whose texts are compared at the start
 
-Sequences = Sequence[tuple[Group, ScoredSample, int]]  # see `batch_header.sequences_of`
+_Sequence = tuple[Group, ScoredSample, int]  # see `batch_header.sequences_of`
+Sequences = Sequence[_Sequence]
+_Key = tuple[str, str, int]  # teacher, sample, segment
 
 
 class TeacherServers:
@@ -34,12 +36,30 @@ class TeacherServers:
     def __init__(self, section: DistillationConfig, prompts: TeacherPrompts) -> None:
         self._prompts = prompts
         self._clients = [(teacher, SglangClient(teacher.url, None, name=f"teacher {teacher.name}")) for teacher in section.servers]
+        self._executors = {teacher.name: ThreadPoolExecutor(_IN_FLIGHT) for teacher in section.servers}
+        self._begun: dict[_Key, Future[np.ndarray]] = {}  # of groups that are in no batch yet
         self.taught: dict[str, tuple[float, int]] = {}  # sum of log pi - log pi_teacher and tokens of the last batch, by name
+
+    def close(self) -> None:
+        """Drop what was not asked yet."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, group: Group) -> None:
+        """Ask about the responses of a complete group, while others are still generated."""
+        for sequence in sequences_of([group]):
+            for teacher, client in self._clients:
+                if _teaches(teacher, group):
+                    self._begun[_key(teacher, sequence)] = self._ask(teacher, client, sequence)
+        # A group may be dropped as too old, and is then in no batch.
+        keys = [_key(teacher, sequence) for teacher, _ in self._clients for sequence in sequences_of([group])]
+        weakref.finalize(group, _forget, self._begun, keys)
 
     def check_tokens(self, tokenizer: Any) -> None:
         """Raise ValueError if a server's words are not the tokenizer's. EngineError if a server does not answer."""
-        size = len(tokenizer)
-        words = sorted({round(index * (size - 1) / (_NUM_PROBED - 1)) for index in range(_NUM_PROBED)})
+        # Not the highest id, which SGLang shows as 0 if the model's vocabulary ends with it.
+        last = len(tokenizer) - 2
+        words = sorted({round(index * last / (_NUM_PROBED - 1)) for index in range(_NUM_PROBED)})
         ours = [tokenizer.decode([word]) for word in words]
         for teacher, client in self._clients:
             try:
@@ -63,20 +83,23 @@ class TeacherServers:
         found: dict[int, np.ndarray] = {}
         self.taught = {}
         for teacher, client in self._clients:
-            own = [
-                index
-                for index, (group, _, _) in enumerate(sequences)
-                if not teacher.sources or group.prompt.source_name in teacher.sources
-            ]
-            with ThreadPoolExecutor(_IN_FLIGHT) as executor:
-                gains = list(executor.map(partial(self._gain, teacher, client), (sequences[index] for index in own)))
+            own = [index for index, (group, _, _) in enumerate(sequences) if _teaches(teacher, group)]
+            gains = [future.result() for future in [self._asked_of(teacher, client, sequences[index]) for index in own]]
             for index, gain in zip(own, gains, strict=True):
                 found[index] = found.get(index, 0.0) + np.float32(teacher.weight) * gain
             total = sum(float(gain.sum(dtype=np.float64)) for gain in gains)
             self.taught[teacher.name] = (-total, sum(gain.size for gain in gains))
         return found
 
-    def _gain(self, teacher: TeacherConfig, client: SglangClient, sequence: tuple[Group, ScoredSample, int]) -> np.ndarray:
+    def _asked_of(self, teacher: TeacherConfig, client: SglangClient, sequence: _Sequence) -> Future[np.ndarray]:
+        """Return what `begin` asked, or ask now, as for a group of a checkpoint."""
+        key = _key(teacher, sequence)
+        return self._begun.pop(key) if key in self._begun else self._ask(teacher, client, sequence)
+
+    def _ask(self, teacher: TeacherConfig, client: SglangClient, sequence: _Sequence) -> Future[np.ndarray]:
+        return self._executors[teacher.name].submit(self._gain, teacher, client, sequence)
+
+    def _gain(self, teacher: TeacherConfig, client: SglangClient, sequence: _Sequence) -> np.ndarray:
         """Return log pi_teacher - log pi of a sequence's response tokens, [R] float32; 0 for those that were not sampled."""
         group, sample, segment = sequence
         numbers = numbers_of(group, sample, segment)
@@ -88,6 +111,20 @@ class TeacherServers:
             if not run.is_sampled:
                 gain[run.start : run.end] = 0.0
         return gain
+
+
+def _teaches(teacher: TeacherConfig, group: Group) -> bool:
+    return not teacher.sources or group.prompt.source_name in teacher.sources
+
+
+def _key(teacher: TeacherConfig, sequence: _Sequence) -> _Key:
+    _, sample, segment = sequence
+    return teacher.name, sample.sample_id, segment
+
+
+def _forget(begun: dict[_Key, Future[np.ndarray]], keys: Sequence[_Key]) -> None:
+    for key in keys:
+        begun.pop(key, None)
 
 
 def _asked(client: SglangClient, tokens: list[int]) -> list[float]:

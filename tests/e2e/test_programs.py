@@ -87,6 +87,7 @@ BENCHMARKS: dict[str, Check] = {
     ),
     "gae.py": lambda r: r["num_responses"] == 64 and min(r["vs_pass"], r["vs_loop"], r["vs_column_loop"]) > 0,
     "distillation_learning.py": lambda r: max(r["kl"].values()) < r["before"] and set(r["kl_difference"]) == {"top_k", "top_k_1"},
+    "distillation_learning.py --on-policy": lambda r: max(r["kl"].values()) < r["before"] and len(r["rows"]) == 3,
     "distillation.py": lambda r: 0 < r["gradient_error"] <= 1e-6 and 0 < r["memory_ratio"] < 1,
     "head_memory.py": lambda r: r["time_ratio"] > 0 and 0 <= r["memory_ratio"] < 1,
     "plan_memory.py": lambda r: r["num_runs"] == 2 and r["max_relative_error"] <= 0.05,
