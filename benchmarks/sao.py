@@ -11,8 +11,7 @@ share prompts, model, held-out problems and, but for what they are named after, 
     seconds_vs_grpo       the same for seconds of training, the critic's pretraining included
     accuracy_difference   SAO's final accuracy minus GRPO's: mean over seeds, and Student's interval of 95 % (null: one seed)
 
-`rows` has the same of every variant. All are on policy: the embedded engine takes turns with the trainer, and rollout.max_staleness = 2 and 8 gave
-one and the same run.
+`rows` has the same of every variant. Those of examples/grids/sao.toml are on policy, those of sao_staleness.toml up to 8 versions old.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ step, epochs that wrap round, evaluations in between. --algorithm chooses what a
 tail      prompts that were put off for a long round; killed in rounds of both kinds
 stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
 distillation  two teachers: the policy as it started, and a snapshot of every second step that reads the answer
+top_p     what tokens were drawn from, in unfinished responses and groups for later steps
 dapo      an oversampled buffer with groups for later steps
 budget    group sizes by pass rate, and prompts drawn ahead with theirs
 priority  the scores of each prompt, by which the next ones are chosen
