@@ -71,9 +71,10 @@ def _missing(config: Config, architecture: ModelArchitecture, held: Iterable[_He
     missing, last = 0.0, parallel.pp_size - 1
     for stage in range(parallel.pp_size):
         here = stages.get(stage, _Held(stage, 0.0, 0.0))
-        for layer in layers_of_stage(architecture, parallel, stage):
-            dense, experts = rank.layers[layer]
-            missing += sglang.tp_size * (dense * (1 - here.dense) + experts * (1 - here.experts))
+        layers = layers_of_stage(architecture, parallel, stage)
+        for everywhere, (dense, experts) in rank.kinds:
+            count = len(layers & everywhere) * sglang.tp_size
+            missing += count * (dense * (1 - here.dense) + experts * (1 - here.experts))
     # A tied model has its embedding on the last stage as well.
     first_share, last_share = (stages[stage].dense if stage in stages else 0.0 for stage in (0, last))
     embedding = max(first_share, last_share) if architecture.tie_word_embeddings else first_share

@@ -19,7 +19,7 @@ _EXPERTS = ".experts."
 def rank_adapters(config: Config, architecture: ModelArchitecture, stage: int = 0) -> RankParameters:
     """Return the elements of adapters on each rank of a pipeline stage."""
     dense = of_experts = 0
-    stage_layers = set(layers_of_stage(architecture, config.parallel, stage))
+    stage_layers = layers_of_stage(architecture, config.parallel, stage)
     for layers in architecture.kinds_of_layers.values():
         if count := len(layers & stage_layers):
             each, each_of_experts = _layer_adapters(config, architecture.layer_shapes(min(layers)))

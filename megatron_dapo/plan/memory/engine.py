@@ -56,7 +56,7 @@ class LayerWeights(NamedTuple):
 class EngineWeights:
     """Bytes of a server rank's parameters by kind."""
 
-    layers: tuple[LayerWeights, ...]
+    kinds: tuple[tuple[frozenset[int], LayerWeights], ...]  # layers and what each of them has
     row: int  # per row of the embedding or the output matrix
     rows: int  # rows of either on this rank, padding included
     matrices: int  # 1: the output matrix is the embedding
@@ -64,7 +64,8 @@ class EngineWeights:
 
     @property
     def total(self) -> int:
-        return sum(map(sum, self.layers)) + self.matrices * self.rows * self.row + self.norm
+        layers = sum(len(layers) * sum(each) for layers, each in self.kinds)
+        return layers + self.matrices * self.rows * self.row + self.norm
 
 
 def engine_weights(
@@ -73,16 +74,15 @@ def engine_weights(
     """Return the parameters of a rank, exactly those of `checkpoints.layouts.sglang` for a GPU; under FP8 those of
     `checkpoints.layouts.fp8`."""
     item, serving, cut = ITEM_SIZES[dtype], architecture.serving, EngineCut(tensor, expert)
-    layers = [LayerWeights(0, 0)] * architecture.num_layers
-    for parts, kind in architecture.kinds_of_layers.items():
+    kinds = []
+    for parts, layers in architecture.kinds_of_layers.items():
         dense, experts = zip(*(_part_bytes(part, cut, item, is_fp8) for part in parts))
-        for layer in kind:
-            layers[layer] = LayerWeights(sum(dense), sum(experts))
+        kinds.append((layers, LayerWeights(sum(dense), sum(experts))))
     num_matrices = 1 if architecture.tie_word_embeddings and serving.ties_output else 2
     rows = round_up(architecture.vocab_size, SGLANG_VOCABULARY_MULTIPLE) // tensor
     if serving.whole_embedding:
         rows = architecture.vocab_size
-    return EngineWeights(tuple(layers), item * architecture.hidden_size, rows, num_matrices, item * architecture.hidden_size)
+    return EngineWeights(tuple(kinds), item * architecture.hidden_size, rows, num_matrices, item * architecture.hidden_size)
 
 
 @lru_cache(maxsize=4096)

@@ -38,14 +38,19 @@ class RankParameters:
         return self.dense + self.experts + self.vocabulary
 
 
-def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> list[int]:
+def layers_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> frozenset[int]:
     """Return the layers of a pipeline stage; an even share for sizes that do not divide them, which a rule refuses."""
     ends = parallel.first_stage_layers, parallel.last_stage_layers
-    sizes = architecture.num_layers, parallel.pp_size, parallel.vpp_size, stage
+    return _layers_of_stage(architecture.num_layers, parallel.pp_size, parallel.vpp_size, stage, *ends)
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_stage(num_layers: int, stages: int, chunks: int, stage: int, first: int, last: int) -> frozenset[int]:
     try:
-        return [layer for chunk in range(parallel.vpp_size) for layer in layers_of_chunk(*sizes, chunk, *ends)]
+        ranges = [layers_of_chunk(num_layers, stages, chunks, stage, chunk, first, last) for chunk in range(chunks)]
     except ValueError:
-        return list(range(architecture.num_layers // parallel.pp_size))
+        return frozenset(range(num_layers // stages))
+    return frozenset(layer for layers in ranges for layer in layers)
 
 
 def rank_parameters(
@@ -76,7 +81,7 @@ def _kinds_of_stage(
     architecture: ModelArchitecture, parallel: ParallelConfig, stage: int
 ) -> Iterator[tuple[tuple[LayerPart, ...], int]]:
     """Yield the parts of each kind of layer, and the number of such layers in the stage."""
-    layers = frozenset(layers_of_stage(architecture, parallel, stage))
+    layers = layers_of_stage(architecture, parallel, stage)
     for parts, everywhere in architecture.kinds_of_layers.items():
         yield parts, len(layers & everywhere)
 
