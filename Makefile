@@ -1,6 +1,7 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
 # make quickstart-smollm2 [LAYOUT=...] [ARGS=...]              a pretrained model, SmolLM2-135M-Instruct, on one-digit sums
+# make quickstart-lora [LAYOUT=...] [ARGS=...]                 the same with LoRA: 4 % of the weights are trained
 # make quickstart-calculator [LAYOUT=...] [ARGS=...]           the same model learns to call a calculator, over turns
 # make quickstart-guess [LAYOUT=...] [ARGS=...]                a small model learns a game over turns, with a reward for each
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
@@ -55,7 +56,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-families test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-lora quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-families test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -105,6 +106,9 @@ runs/models/smollm2: .venv .venv-smollm2
 
 quickstart-smollm2: .venv runs/models/smollm2
 	$(RUN) .venv/bin/megatron-dapo train examples/smollm2/smollm2.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+quickstart-lora: .venv runs/models/smollm2
+	$(RUN) .venv/bin/megatron-dapo train examples/smollm2/smollm2_lora.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 quickstart-calculator: .venv runs/models/smollm2
 	$(RUN) .venv/bin/megatron-dapo train examples/agents/calculator/calculator.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)

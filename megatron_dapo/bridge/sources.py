@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.transports.adapters import AdapterEngineLayout
 from megatron_dapo.checkpoints.layouts.fp8 import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout
 from megatron_dapo.reshard.execution import Buffers
@@ -53,6 +54,21 @@ class WeightSource:
         """Return a context in which the actor's parameters have the values that engines compute with. Here the two
         differ only in type."""
         return nullcontext()
+
+
+class AdapterSource(WeightSource):
+    """Supplies only the actor's LoRA adapters, whole to every engine rank."""
+
+    def layouts(
+        self, engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]] = ()
+    ) -> tuple[Layout, EngineLayout]:
+        """See `WeightSource.layouts`."""
+        layout, size = self._actor.trained_tensors, engines.tensor_parallel
+        return layout, AdapterEngineLayout(layout.tensors, size, engines.num_ranks // size)
+
+    def current(self) -> Buffers:
+        """Return this rank's buffers with the current adapters."""
+        return {name: parameter.detach() for name, parameter in self._actor.trained_parameters().items()}
 
 
 class Fp8WeightSource(WeightSource):

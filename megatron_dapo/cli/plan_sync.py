@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from megatron_dapo.bridge.sources import expected_layouts
+from megatron_dapo.bridge.sync_plan import EngineLayout
+from megatron_dapo.bridge.transports.adapters import AdapterEngineLayout
+from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
@@ -101,7 +104,13 @@ def plan_sync(
     _check_sizes(parallel.world_size, engine_tp, engines, has_own_nodes)
     architecture = read_architecture(planned_directory(config.model.path))
     plain = sglang_layout(architecture, engine_tp, dtype, engines, expert_parallel=engine_ep, device=device)
-    source, engine = expected_layouts(sglang.quantization, plain, megatron_layout(architecture, parallel, dtype))
+    trainer, lora = megatron_layout(architecture, parallel, dtype), config.model.lora
+    source: Layout | None
+    if lora.serves_adapters:
+        source = LoraLayout(trainer, lora.rank, lora.targets)
+        engine: EngineLayout = AdapterEngineLayout(source.tensors, engine_tp, engines)
+    else:
+        source, engine = expected_layouts(sglang.quantization, plain, trainer)
     assert source is not None, "the trainer has a layout"
     # Engines next to the trainer's ranks share its nodes; separate ones follow on nodes after them.
     offset = -(-source.num_ranks // ranks_per_node) * ranks_per_node if has_own_nodes else 0

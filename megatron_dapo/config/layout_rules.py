@@ -197,7 +197,27 @@ PRECISION_RULES = (
 )
 
 _LORA = "model.lora.rank > 0"
+_ADAPTERS = 'model.lora.sync == "adapters"'
 LORA_RULES = (
+    Rule(_LORA, 'set model.lora.sync = "merged", or model.lora.rank = 16', when=_ADAPTERS),
+    Rule(
+        'rollout.engine == "sglang" and not sglang.urls',
+        'set model.lora.sync = "merged", or rollout.engine = "sglang" without sglang.urls',
+        when=_ADAPTERS,
+        reason="only SGLang servers that this run starts hold adapters next to weights",
+    ),
+    Rule(
+        'sglang.placement == "disaggregated"',
+        'set model.lora.sync = "merged", or sglang.placement = "disaggregated"',
+        when=_ADAPTERS,
+        reason="a server that gives its memory to the trainer loses its weights, and a sync would not bring them back",
+    ),
+    Rule(
+        'sglang.update_pause == "abort"',
+        'set sglang.update_pause = "abort"',
+        when=_ADAPTERS,
+        reason="an adapter in use cannot be replaced",
+    ),
     Rule("not computes_in_fp8", 'set precision.recipe = "", or model.lora.rank = 0', when=_LORA),
     Rule(
         'sglang.quantization == "none"',
@@ -272,6 +292,10 @@ def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator
         adapter_shapes(architecture.shapes(), lora.rank, lora.targets)
     except ValueError as error:
         yield UnusableInput(path, str(error), "leave it out of model.lora.targets")
+    in_experts = {"gate_proj", "up_proj", "down_proj"}.intersection(lora.targets)
+    if lora.serves_adapters and architecture.num_experts and in_experts:
+        text = f"adapters of experts ({', '.join(sorted(in_experts))}) are only synced merged"
+        yield UnusableInput("model.lora.sync", text, 'set model.lora.sync = "merged", or leave them out of model.lora.targets')
 
 
 def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:

@@ -26,6 +26,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraSync = Literal["merged", "adapters"]
 LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -41,6 +42,16 @@ class LoraConfig(Section):
 
     targets: tuple[LoraTarget, ...] = LORA_TARGETS
     """Linear layers with adapters, by their names in Hugging Face models; those of an MLP are also those of experts."""
+
+    sync: LoraSync = "merged"
+    """What a weight update brings to engines. merged: the sum of weights and adapters. adapters: only A and B, which SGLang
+    servers on separate devices load next to the weights of model.path: 1 % of the bytes or less, and no rounding of the sum,
+    but slower generation."""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """True if engines hold the adapters next to the weights."""
+        return self.rank > 0 and self.sync == "adapters"
 
     @property
     def scale(self) -> float:

@@ -307,6 +307,12 @@ class Config(Section):
         return self.keeps_servers or self.checkpoint.memory_copies != "none"
 
     @property
+    def lends_base(self) -> bool:
+        """True if the policy without its adapters is the reference policy, which then needs no other weights."""
+        # Replayed routing belongs to the policy, and would be the reference's too.
+        return self.model.lora.rank > 0 and not self.rollout.routing_replay
+
+    @property
     def has_critic(self) -> bool:
         return self.algorithm.name not in ("dapo", "sft")
 

@@ -24,6 +24,7 @@ from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.megatron.experts import replay_routing, take_replayed
 from megatron_dapo.megatron.implementations import describe, implementations
+from megatron_dapo.megatron.lora import without_adapters
 from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
@@ -260,3 +261,20 @@ class MegatronActor(TrainedModel):
             settings.head_implementation,
             settings.head_keep_bytes,
         )
+
+
+class PolicyBeforeAdapters:
+    """The model that a policy with adapters started from: its weights, so that a reference policy needs no other copy."""
+
+    def __init__(self, actor: MegatronActor) -> None:
+        self._actor = actor
+
+    def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
+        """See `MegatronActor.forward_logprobs`."""
+        with without_adapters(self._actor.chunks):
+            return self._actor.forward_logprobs(micro_batches, temperature)
+
+    def forward_head_inputs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[HeadInput | None]:
+        """See `MegatronActor.forward_head_inputs`."""
+        with without_adapters(self._actor.chunks):
+            return self._actor.forward_head_inputs(micro_batches, temperature)

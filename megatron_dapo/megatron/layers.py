@@ -75,7 +75,7 @@ class PostNorm(_RowParallel):
         # By now the output is summed over tensor ranks and, under sequence parallelism, cut by tokens.
         output, bias = super().forward(hidden)
         if (adapter := getattr(self, "adapter", None)) is not None:  # of `lora.attach_adapters`
-            output = output + adapter(hidden)
+            output = adapter.add_to(output, hidden)
         return self.post_layernorm(output), bias
 
 

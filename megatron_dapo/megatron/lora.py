@@ -11,7 +11,8 @@ ours, megatron-core's or Transformer Engine's. Tensor-parallel ranks exchange on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Adapter(torch.nn.Module):
     """The adapter of one linear layer on one rank: maps the layer's input to what is added to its output."""
 
     places: torch.Tensor | None  # see `_places`
+    is_on = True  # False: the layer computes as without the adapter
 
     def __init__(
         self,
@@ -72,6 +74,10 @@ class Adapter(torch.nn.Module):
         else:
             # Each rank has seen only its tokens.
             whole.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+    def add_to(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for this input, with the adapter."""
+        return output + self(hidden) if self.is_on else output
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [tokens, ..., this rank's inputs] to [tokens, ..., this rank's outputs]."""
@@ -158,9 +164,22 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale
             layer.register_forward_hook(_add_adapter)
 
 
+@contextmanager
+def without_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let the chunks compute as before training inside the block."""
+    adapters = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
 def _add_adapter(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     assert isinstance(layer.adapter, Adapter)
-    return (output[0] + layer.adapter(inputs[0]), *output[1:])
+    return (layer.adapter.add_to(output[0], inputs[0]), *output[1:])
 
 
 def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.cluster import Cluster
 from megatron_dapo.plan.device import CHECKSUM_BYTES_S, DEVICE_SYNC_BYTES_S, SHARES, SYNC_BYTES_S, Gpu
+from megatron_dapo.plan.memory.adapters import policy_parameters
 from megatron_dapo.plan.memory.engine import engine_weight_bytes, engine_weights
-from megatron_dapo.plan.memory.parameters import layers_of_stage
+from megatron_dapo.plan.memory.parameters import ITEM_SIZES, layers_of_stage
 from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 
 
@@ -49,7 +50,12 @@ def sync_traffic(config: Config, architecture: ModelArchitecture, processes: int
     engines = cluster.num_engines(config, processes)
     num_bytes = shard * sglang.tp_size * engines
     between = into = 0
-    if sglang.weight_sync_transport == "p2p":
+    if config.model.lora.serves_adapters:
+        # Each engine rank is handed all adapters.
+        shard = policy_parameters(config, architecture) * ITEM_SIZES[config.model.dtype]
+        num_bytes = shard * sglang.tp_size * engines
+        between, into = (num_bytes, num_bytes // cluster.num_nodes) if cluster.num_nodes > 1 else (0, 0)
+    elif sglang.weight_sync_transport == "p2p":
         # Its senders are chosen for even shares, on whatever node they are.
         between = num_bytes if cluster.num_nodes > 1 else 0
         into = between // cluster.num_nodes

@@ -48,7 +48,7 @@ from megatron_dapo.trainer.updater import (
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
-    from megatron_dapo.megatron.actor import HeadInput, MegatronActor, TokenOutputs
+    from megatron_dapo.megatron.actor import HeadInput, MegatronActor, PolicyBeforeAdapters, TokenOutputs
     from megatron_dapo.megatron.trained_model import StepResult
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class PolicyLearner:
     def __init__(
         self,
         actor: MegatronActor,
-        reference: MegatronActor | None,
+        reference: MegatronActor | PolicyBeforeAdapters | None,
         objective: PolicyObjective,
         config: Config,
         phases: Phases,
@@ -236,7 +236,7 @@ class PolicyLearner:
             # The policy comes first: ranks without it receive both in this order, see `RemotePolicy`.
             policy, reference = (
                 gather_response_tokens(
-                    self._logprobs(model, mini_batch), mini_batch.micro_batches, samples, model.layout, model.rank
+                    self._logprobs(model, mini_batch), mini_batch.micro_batches, samples, self.actor.layout, self.actor.rank
                 )
                 for model in (self.actor, self.reference)
             )
@@ -345,7 +345,7 @@ class PolicyLearner:
             for term in terms
         ]
 
-    def _logprobs(self, model: MegatronActor, mini_batch: MiniBatch) -> list[torch.Tensor | None]:
+    def _logprobs(self, model: MegatronActor | PolicyBeforeAdapters, mini_batch: MiniBatch) -> list[torch.Tensor | None]:
         outputs = model.forward_logprobs(mini_batch.micro_batches, self._config.rollout.temperature)
         return [None if output is None else output.logprobs for output in outputs]
 

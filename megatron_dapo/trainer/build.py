@@ -15,7 +15,7 @@ from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.checkpoints.critic import ValueHeadInit
 from megatron_dapo.config.model_schema import LoraConfig
 from megatron_dapo.config.schema import Config
-from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, PolicyBeforeAdapters
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
@@ -68,11 +68,13 @@ def build_learner(
     """
     algorithm = config.algorithm
     # The reference is the initial policy, with its own routing. It never trains, so it gets no optimizer state.
-    reference = _load_frozen(config, topology, config.model.path) if algorithm.needs_reference and actor is not None else None
+    reference: MegatronActor | PolicyBeforeAdapters | None = None
+    if algorithm.needs_reference and actor is not None:
+        reference = PolicyBeforeAdapters(actor) if config.lends_base else _load_frozen(config, topology, config.model.path)
     local: dict[str, TrainedModel] = {}
     if actor is not None:
         local[POLICY] = actor
-    if reference is not None:
+    if isinstance(reference, MegatronActor):
         local[REFERENCE] = reference
     models_of_teachers = _load_teachers(config, topology, list(local.values())) if actor is not None else {}
     local |= {teacher_key(name): model for name, model in models_of_teachers.items()}

@@ -13,14 +13,16 @@ import torch
 from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup, RendezvousStore, meet
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.sources import SOURCES, WeightSource
+from megatron_dapo.bridge.sources import SOURCES, AdapterSource, WeightSource
 from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan, plan_sync
+from megatron_dapo.bridge.transports.adapters import AdapterTransport
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
 from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
@@ -106,7 +108,8 @@ def connect_engines(
         weights = WeightSource(actor, ranks.rank, ranks.coordination)
         sync = local_weight_sync(actor.tensors, engine, ranks.group, ranks.coordination, weights=weights)
         return Engines(engine, sync)
-    source = SOURCES[config.sglang.quantization](actor, ranks.rank, ranks.coordination)
+    make_source = AdapterSource if config.model.lora.serves_adapters else SOURCES[config.sglang.quantization]
+    source = make_source(actor, ranks.rank, ranks.coordination)
     run.engines.attach(
         lambda controls: _weight_sync(run, source, controls),
         (lambda clients: sglang_engine(config, clients)) if ranks.rank == 0 else None,
@@ -147,7 +150,9 @@ def _weight_sync(run: RunServers, weights: WeightSource, controls: dict[int, Sgl
     described = _describe(run, controls) if weights.needs_description else ()
     layouts = weights.layouts(run.place.engine_layout(len(run.servers.leaders)), described)
     handles = EngineHandles(run.servers.leaders, controls)
-    sync_plan, transport = _TRANSPORTS[sglang.weight_sync_transport](run, handles, *layouts)
+    adapters = run.place.config.model.lora.serves_adapters
+    connect = _adapters if adapters else _TRANSPORTS[sglang.weight_sync_transport]
+    sync_plan, transport = connect(run, handles, *layouts)
     seconds = sglang.weight_sync_timeout_seconds
     timeouts = SyncTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = run.device.make_room_for_cache if run.device else None
@@ -254,6 +259,16 @@ def _disk(
 
     sync_plan, directory = _plan(run, source, engines), config.run.output_dir / "weights"
     return sync_plan, DiskTransport(sync_plan, handles, directory, export, run.coordination)
+
+
+def _adapters(
+    run: RunServers, handles: EngineHandles, source: Layout, engines: EngineLayout
+) -> tuple[SyncPlan, Transport]:
+    config = run.place.config
+    lora, path = config.model.lora, str(config.model.path)
+    document = AdapterDescription(lora.rank, lora.alpha, lora.targets, path, "").peft_config()
+    sync_plan = _plan(run, source, engines)
+    return sync_plan, AdapterTransport(sync_plan, handles, source, document, run.place.ranks.group)
 
 
 _TRANSPORTS = {"shared_memory": _shared_memory, "p2p": _p2p, "disk": _disk}

@@ -14,6 +14,7 @@ from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address
 from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.bridge.sync_plan import EngineLayout
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
+from megatron_dapo.config.model_schema import LoraConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient, Timeouts
@@ -33,6 +34,7 @@ from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.plan.memory import SPARE_POSITIONS
 from megatron_dapo.trainer.topology import RunTopology
 
+_ADAPTER = "policy"  # name of the LoRA adapter that generates
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -102,13 +104,15 @@ class ServerPlace:
         first = local_index * sglang.ranks_per_node + (self.processes_here if sglang.placement == "disaggregated" else 0)
         address = listen_address(sglang.host, self.own_address())
         require_reachable(address, sglang.host, self.nodes.num_nodes)
+        settings, lora = server_settings(config, self.key_file, config.run.output_dir / "engines", first), config.model.lora
         return replace(
-            server_settings(config, self.key_file, config.run.output_dir / "engines", first),
+            settings,
             host=address.bind,
             advertised_host=address.advertised,
             memory_saver=self.shares_devices,
             quantization=sglang.quantization,
-            random_weights=True,  # the first weight sync, which is verified, replaces them
+            random_weights=not lora.serves_adapters,  # otherwise the first weight sync, which is verified, replaces them
+            more_arguments=(*settings.more_arguments, *_adapter_arguments(lora, settings.device)),
         )
 
     def client(self, servers: Servers, server: ReadyServer) -> SglangClient:
@@ -122,6 +126,7 @@ class ServerPlace:
             api_version,
             name=f"{server.index} ({server.url})",
             update_pause=self.config.sglang.update_pause,
+            adapter=_ADAPTER if self.config.model.lora.serves_adapters else "",
         )
         own = servers.own(server.index)
         if isinstance(client, ColocatedClient) and isinstance(own, SupervisedServer):
@@ -284,6 +289,16 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
         more_environment=sglang.environment,
     )
+
+
+def _adapter_arguments(lora: LoraConfig, device: str) -> tuple[str, ...]:
+    """Return SGLang's arguments for a server that holds adapters next to its weights."""
+    if not lora.serves_adapters:
+        return ()
+    # One adapter at a time; SGLang counts requests without one as another.
+    sizes = ("--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2", "--max-loaded-loras", "2")
+    backend = ("--lora-backend", "torch_native") if device == "cpu" else ()
+    return ("--enable-lora", *sizes, *backend, "--lora-target-modules", *lora.targets)
 
 
 def client_timeouts(config: Config) -> Timeouts:

@@ -39,6 +39,21 @@ class AdapterDescription:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def peft_config(self) -> dict[str, Any]:
+        """Return PEFT's adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_path,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": list(self.targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "targets": list(self.targets)}
 
@@ -83,20 +98,8 @@ def write_peft(
     target: Path, description: AdapterDescription, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]
 ) -> None:
     """Write adapters as a directory that `peft.PeftModel.from_pretrained` reads. It appears complete or not at all."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": description.base_path,
-        "r": description.rank,
-        "lora_alpha": description.alpha,
-        "target_modules": list(description.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
     with atomic_directory(target) as directory:
-        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps(description.peft_config(), indent=2) + "\n", encoding="utf-8")
         writer = SafetensorsWriter(directory / TENSORS_FILE, {PREFIX + name: spec for name, spec in specs.items()})
         for name in specs:
             writer.write(PREFIX + name, read(name))

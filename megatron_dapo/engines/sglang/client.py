@@ -20,7 +20,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,7 @@ class SglangClient:
         api_version: what its version needs, see `versions.api_version_of`; None: no update session.
         name: how errors call the server; the URL by default.
         update_pause: what `pause` does with running requests.
+        adapter: name of the LoRA adapter that generates; "": none.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class SglangClient:
         *,
         name: str = "",
         update_pause: UpdatePause = "abort",
+        adapter: str = "",
     ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"SGLang server URL {url!r}: give it as http://host:port")
@@ -136,6 +138,8 @@ class SglangClient:
         self.timeouts = timeouts or Timeouts()
         self.api_version = api_version
         self.update_pause: UpdatePause = update_pause
+        self._adapter = {"lora_path": adapter} if adapter else {}
+        self._has_adapter = False  # loaded by `replace_adapter`
         self._key = key
 
     def __repr__(self) -> str:
@@ -171,7 +175,11 @@ class SglangClient:
         # Any other timeout would cut off a request that waits in the server's queue.
         timeout = aiohttp.ClientTimeout(sock_connect=self.timeouts.connect_s)
         status, _, body = await self._exchange(
-            http, "POST /generate", self.timeouts.generate_s, timeout, json=generate_body(request, rid, cache_key)
+            http,
+            "POST /generate",
+            self.timeouts.generate_s,
+            timeout,
+            json={**generate_body(request, rid, cache_key), **self._adapter},
         )
         if status == 499:  # aborted before it reached the scheduler: nothing was generated
             return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "")
@@ -184,7 +192,7 @@ class SglangClient:
         sampling = sampling_body(SamplingParams(temperature=1.0), max_new_tokens=1, seed=0)
         ids = list(token_ids)
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = self._call("POST /generate", body, self.timeouts.generate_s)
+        answer = self._call("POST /generate", {**body, **self._adapter}, self.timeouts.generate_s)
         with self._errors("POST /generate", self.timeouts.generate_s):
             return parse_prompt_logprobs(answer, token_ids)
 
@@ -310,6 +318,32 @@ class SglangClient:
             "abort_all_requests": False,
         }
         self._call("POST /update_weights_from_disk", body, self.timeouts.update_s)
+
+    def replace_adapter(
+        self, config: Mapping[str, Any], payloads: Sequence[bytes], checksums: Mapping[str, str]
+    ) -> None:
+        """Load the adapter that generates, in place of the one before; call it between `pause` and `resume`.
+
+        config: its adapter_config.json. payloads: its tensors for each engine rank, see `bridge.transports.adapters`.
+        checksums: SHA-256 of each tensor, which every rank compares before it loads. Never repeated.
+        """
+        name = self._adapter["lora_path"]
+        if self._has_adapter:
+            self._has_adapter = False
+            self._require_success("POST /unload_lora_adapter", {"lora_name": name})
+        body = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": [base64.b64encode(payload).decode("ascii") for payload in payloads],
+            "expected_checksums": dict(checksums),
+        }
+        self._require_success("POST /load_lora_adapter_from_tensors", body)
+        self._has_adapter = True
+
+    def _require_success(self, endpoint: str, body: dict[str, Any]) -> None:
+        answer = self._call(endpoint, body, self.timeouts.update_s)
+        if not answer.get("success"):
+            raise EngineError(self.name, endpoint, str(answer.get("error_message") or "it failed without a reason"))
 
     def begin_weight_update(self) -> None:
         """Open the session that newer versions want around updates; nothing to do for older ones."""

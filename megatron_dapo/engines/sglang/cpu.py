@@ -9,6 +9,7 @@ given in torch; and layers in FP8 (`cpu_fp8`). Memory that SGLang pins for copie
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -54,6 +55,7 @@ def apply_to_sglang() -> None:
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
     state_capturer.BaseHostCache.__init__ = _keep_in_plain_memory
+    _pin_nothing()
     cpu_fp8.apply_to_sglang()
 
 
@@ -92,6 +94,21 @@ def _keep_in_plain_memory(
     """Initialize the host's copy of what layers chose for each token, which SGLang wants in pinned memory."""
     cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
     cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+
+
+def _pin_nothing() -> None:
+    """Let torch give plain memory where SGLang's adapters ask for pinned memory, which needs an accelerator."""
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def plain(*arguments: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        return make(*arguments, **keywords)
+
+    return plain
 
 
 def _hash_module() -> types.ModuleType:

@@ -145,7 +145,7 @@ def _roles(
     critic = reference = None
     if config.has_critic:
         critic = model_memory(as_critic(config), architecture, own or processes, has_value_head=True, kernels=kernels)
-    if config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and not config.lends_base:
         reference = _frozen(policy)
     shapes = teacher_architectures(config, architecture)
     teachers = tuple(_frozen(model_memory(config, one, processes - own, kernels=kernels)) for one in shapes)

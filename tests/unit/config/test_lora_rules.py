@@ -33,8 +33,33 @@ def test_each_combination_that_does_not_work_is_one_line(overrides: str, fix: st
     assert overrides.startswith("model.lora") or not [line for line in lines(0) if fix in line]
 
 
-def test_adapters_alone_are_valid() -> None:
-    assert validate(make("model.lora.rank=8"), architecture=parse_architecture(architectures.QWEN_7B)) == []
+SERVED = "rollout.engine=sglang sglang.placement=disaggregated model.lora.sync=adapters"
+
+
+def test_adapters_are_valid() -> None:
+    for overrides in ("", SERVED):
+        assert validate(make(f"model.lora.rank=8 {overrides}"), architecture=parse_architecture(architectures.QWEN_7B)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (f"{SERVED} model.lora.rank=0", "or model.lora.rank = 16"),
+        ("model.lora.rank=8 model.lora.sync=adapters", 'or rollout.engine = "sglang" without sglang.urls'),
+        (f"{SERVED} model.lora.rank=8 sglang.placement=colocated", 'or sglang.placement = "disaggregated"'),
+        (f"{SERVED} model.lora.rank=8 rollout.max_staleness=1 sglang.update_pause=retract", 'set sglang.update_pause = "abort"'),
+    ],
+)
+def test_servers_hold_adapters_only_where_they_can(overrides: str, fix: str) -> None:
+    found = [str(one) for one in validate(make(overrides)) if fix in str(one)]
+    assert len(found) == 1 and "\n" not in found[0], validate(make(overrides))
+
+
+def test_adapters_of_experts_are_only_synced_merged() -> None:
+    architecture = parse_architecture(architectures.EXPERTS)
+    [violation] = missing_targets(make(f"{SERVED} model.lora.rank=8"), architecture)
+    assert "adapters of experts (down_proj, gate_proj, up_proj) are only synced merged" in str(violation)
+    assert not list(missing_targets(make(f'{SERVED} model.lora.rank=8 model.lora.targets=["q_proj"]'), architecture))
 
 
 def test_a_target_that_no_layer_has_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

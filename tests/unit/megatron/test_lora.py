@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from megatron_dapo.checkpoints.formats.saved_model import index_file, rank_file
 from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
 from megatron_dapo.files.durable import HERE
-from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, PolicyBeforeAdapters
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -133,6 +133,18 @@ def test_only_adapters_have_gradients_main_params_and_a_saved_state(references: 
     state = actor.saved_state.tensors()
     assert sum(each.numel() for key, each in state.items() if key.startswith("master/")) == numbers
     assert not [key for key in state if key.startswith("parameter/") and ".lora_" not in key]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # gemma3 adds adapters before a norm
+def test_the_policy_before_its_adapters_is_the_one_it_started_from_bit_for_bit(references: str, name: str) -> None:
+    want = Reference.read(references, name)
+    actor, base = build_actor(want, LAYOUT, ActorSettings(lora=LORA)), build_actor(want, LAYOUT, ActorSettings(is_frozen=True))
+    before = [outputs.logprobs for outputs in base.forward_logprobs(micro_batches(1), TEMPERATURE)]
+    step(actor, 0)
+    reference = PolicyBeforeAdapters(actor).forward_logprobs(micro_batches(1), TEMPERATURE)
+    assert all(torch.equal(outputs.logprobs, own) for outputs, own in zip(reference, before, strict=True))
+    trained = actor.forward_logprobs(micro_batches(1), TEMPERATURE)
+    assert max(float((outputs.logprobs - own).abs().max()) for outputs, own in zip(trained, before, strict=True)) > 1e-3
 
 
 def save(actor: MegatronActor, directory: Path) -> None:

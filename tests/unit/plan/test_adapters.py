@@ -42,3 +42,4 @@ def test_only_adapters_have_gradients_and_an_optimizer() -> None:
     assert (lora.gradients, lora.main_params, lora.moments) == (4 * count, 4 * count, 8 * count)
     assert lora.weights - full.weights == 2 * count
     assert (lora.activations, lora.head) == (full.activations, full.head) and lora.saved < 0.01 * full.saved
+

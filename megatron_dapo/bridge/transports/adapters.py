@@ -1,0 +1,155 @@
+"""Transport of LoRA adapters to engines that hold the base weights: SGLang's own endpoint for adapters.
+
+The ranks that lead engines gather the adapters whole, and hand each engine rank a copy. SGLang compares the SHA-256 of each
+tensor before it loads them; what was gathered has the checksums of all ranks' sources, as in any weight sync.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.protocol.messages import Command, CommandReply
+from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
+from megatron_dapo.bridge.transports.base import (
+    Call,
+    EngineHandles,
+    ServerControl,
+    SyncDeadline,
+    SyncRequest,
+    TransferResult,
+    reason_of,
+)
+from megatron_dapo.reshard.execution import Buffers, execute_distributed
+from megatron_dapo.reshard.layout import Layout, PartialLayout, ReplicatedLayout, TensorSpec
+from megatron_dapo.reshard.planner import plan
+
+PEFT_PREFIX = "base_model.model."
+
+
+class AdapterControl(ServerControl, Protocol):
+    """Control of an engine that loads adapters next to its weights."""
+
+    def replace_adapter(
+        self, config: Mapping[str, Any], payloads: Sequence[bytes], checksums: Mapping[str, str]
+    ) -> None: ...
+
+
+class AdapterEngineLayout(ReplicatedLayout):
+    """`EngineLayout` of engines of `tensor_parallel` ranks, each of which is handed every adapter whole."""
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], tensor_parallel: int, num_engines: int) -> None:
+        super().__init__(tensors, tensor_parallel * num_engines)
+        self.tensor_parallel = tensor_parallel
+
+    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
+        """Return every tensor's shape and type; the same on all ranks."""
+        return self.tensors
+
+
+class AdapterTransport:
+    """`Transport` of the adapters of `source`, by the requests of each engine's leader.
+
+    Args:
+        config: adapter_config.json of the adapters.
+        group: the trainer's ranks; None for one process.
+    """
+
+    def __init__(
+        self,
+        plan_: SyncPlan,
+        handles: EngineHandles[AdapterControl],
+        source: Layout,
+        config: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.plan, self.handles, self.group, self._config = plan_, handles, group, config
+        self.rank = 0 if group is None else dist.get_rank(group)
+        whole = PartialLayout(ReplicatedLayout(source.tensors, source.num_ranks), frozenset(handles.leaders))
+        self._gather = plan(source, whole)
+
+    def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
+        """Prepare the result: there is nothing to connect."""
+        self._request, self._deadline = request, deadline
+        self._result = TransferResult(ExpectedChecksums(self.plan))
+        self._loads: dict[int, Call[tuple[CommandReply, ...]]] = {}
+
+    def send(self, sources: Buffers) -> None:
+        """Gather the adapters and have the engines of this rank load them while the checksums are computed."""
+        device = next(iter(sources.values())).device
+        tensors = self._gather.destination.tensors if self.rank in self.handles.leaders else {}
+        whole = {name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for name, spec in tensors.items()}
+        with torch.no_grad():
+            execute_distributed(self._gather, sources, whole, self.group)
+        on_host = {name: tensor.cpu() for name, tensor in whole.items()}
+        for engine in self.handles.led_by(self.rank, self._request.engines):
+            self._loads[engine] = Call(partial(self._load, engine, on_host))
+        size = self.plan.engines.tensor_parallel
+        for engine_rank in self.plan.destinations(self.rank):
+            if engine_rank // size in self._request.engines:
+                self._result.expected.add_plan(engine_rank, self.rank, sources)
+
+    def finish(self) -> TransferResult:
+        """Collect the replies."""
+        for engine, call in self._loads.items():
+            try:
+                self._result.replies[engine] = call.result(self._deadline, f"engine {engine}, which loads adapters")
+                self._result.num_bytes[engine] = sum(self.plan.num_bytes(rank) for rank in self.plan.ranks_of(engine))
+            # An engine can fail with any exception; that must not fail this rank.
+            except Exception as error:
+                self._result.fail(engine, reason_of(error))
+        return self._result
+
+    def close(self) -> None:
+        """Do nothing: no memory or connection outlives a sync."""
+
+    def _load(self, engine: int, tensors: Mapping[str, torch.Tensor]) -> tuple[CommandReply, ...]:
+        """Load one engine, in a thread. The replies have the checksums of what SGLang has compared."""
+        named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+        checksums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in named.items()}
+        ranks = self.plan.ranks_of(engine)
+        self.handles.controls[engine].replace_adapter(self._config, [encode_tensors(named)] * len(ranks), checksums)
+        return tuple(self._reply(rank, tensors) for rank in ranks)
+
+    def _reply(self, engine_rank: int, tensors: Mapping[str, torch.Tensor]) -> CommandReply:
+        request = self._request
+        manifest = request.manifest(self.plan, engine_rank)
+        return Receiver(dict(tensors)).handle(Command(request.sync_id, "adopt", request.sync_id, manifest), Channel())
+
+
+def encode_tensors(named: Mapping[str, torch.Tensor]) -> bytes:
+    """Return one entry of SGLang's `serialized_named_tensors` that holds the values themselves, for any node."""
+    return pickle.dumps({name: _Inline(tensor) for name, tensor in named.items()}, protocol=4)
+
+
+class _Inline:
+    """Stand-in that is unpickled as a tensor with these values.
+
+    A tensor's own pickle refers to shared memory of this node, or to functions that SGLang does not let through.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return torch.reshape, (_Flat(self._tensor), tuple(self._tensor.shape))
+
+
+class _Flat:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return functools.partial(torch.frombuffer, dtype=self._tensor.dtype), (bytearray(_bytes(self._tensor)),)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
