@@ -143,6 +143,8 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale
     Raise ValueError for a layer that has no module of its own (grouped experts).
     """
     for chunk in map(unwrap, chunks):
+        if getattr(chunk.config, "use_transformer_engine_op_fuser", False):
+            raise ValueError("LoRA needs each linear layer by itself: set megatron.use_transformer_engine_op_fuser = false")
         chunk.requires_grad_(False)
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
             # Recomputation passes no gradient to the parameters of a layer whose input needs none.

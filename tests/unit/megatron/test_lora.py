@@ -135,6 +135,14 @@ def test_only_adapters_have_gradients_main_params_and_a_saved_state(references: 
     assert not [key for key in state if key.startswith("parameter/") and ".lora_" not in key]
 
 
+def test_adapters_of_grouped_experts_are_refused_and_others_are_not(references: str) -> None:
+    want, grouped = Reference.read(references, "qwen3-moe"), ModelSettings(megatron={"moe_grouped_gemm": True})
+    with pytest.raises(ValueError, match="gate_proj.weight needs experts as separate layers: set megatron.moe_grouped_gemm = false"):
+        build_actor(want, LAYOUT, ActorSettings(lora=LORA, model=grouped))
+    attention = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+    step(build_actor(want, LAYOUT, ActorSettings(lora=attention, model=grouped)), 0)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # gemma3 adds adapters before a norm
 def test_the_policy_before_its_adapters_is_the_one_it_started_from_bit_for_bit(references: str, name: str) -> None:
     want = Reference.read(references, name)
