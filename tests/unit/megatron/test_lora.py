@@ -155,6 +155,20 @@ def test_the_policy_before_its_adapters_is_the_one_it_started_from_bit_for_bit(r
     assert max(float((outputs.logprobs - own).abs().max()) for outputs, own in zip(trained, before, strict=True)) > 1e-3
 
 
+def test_offloading_changes_no_bit_of_the_served_weights(references: str) -> None:
+    want, found = Reference.read(references, "qwen3"), []
+    for offload, on_host in (("none", False), ("all", False), ("optimizer", True)):
+        optimizer = OptimizerConfig(on_host=on_host)
+        settings = ActorSettings(lora=LORA, model=ModelSettings(dtype="bfloat16"), offload=offload, optimizer=optimizer)
+        actor = build_actor(want, LAYOUT, settings)
+        for seed in (0, 1):
+            step(actor, seed)
+            actor.offload()
+        served = actor.served_parameters()
+        found.append({name: served[name].clone() for name in served})
+    assert all(torch.equal(other[name], each) for other in found[1:] for name, each in found[0].items())
+
+
 def save(actor: MegatronActor, directory: Path) -> None:
     directory.mkdir()
     HERE.write_tensors(directory / rank_file("policy", 0), actor.saved_state.tensors())
