@@ -29,11 +29,13 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the tensors of the adapters for the matrices of `shapes` named `targets` (q_proj, down_proj, ...).
 
-    Raise ValueError for a target that the model does not have.
+    Raise ValueError for a target that the model does not have, or that cannot have an adapter.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.endswith(WEIGHT) and len(shape) == 2 and matrix_name(name) in targets:
+            if ".shared_expert" in name:
+                raise ValueError(f"model.lora.targets names {matrix_name(name)}: {name} is of a shared expert, which takes no adapter")
             matrix = name.removesuffix(WEIGHT)
             found |= {matrix + LORA_A: (lora_rank, shape[1]), matrix + LORA_B: (shape[0], lora_rank)}
     if missing := sorted(set(targets) - {matrix_name(name.removesuffix(LORA_A)) for name in found}):

@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 DEFAULT = Machines()
 ROOM = 5 * GIB  # of a GPU, that every layout leaves
 LARGE_NODES = {"colocated_1node_32b": 2000.0}  # GiB of host memory, where 1,000 are too little
-SMALL_NODES = {"lora_1gpu_7b": 1}  # GPUs, where 8 are too many
+SMALL_NODES = {"lora_1node_1gpu_7b": 1}  # GPUs, where 8 are too many
 LAYOUTS = sorted((EXAMPLES / "layouts").glob("*.toml"))
 SHIPPED = LAYOUTS + sorted((EXAMPLES / "recipes").glob("*.toml"))
 # Weights and fp32 gradients are larger than the GPUs of a node: no node can hold a replica, and each sync brings it the rest.

@@ -11,6 +11,7 @@ from megatron_dapo.config import validate
 from megatron_dapo.config.validator import missing_targets
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.models.lora import adapter_shapes
 from tests.unit.config import architectures
 from tests.unit.config.small import make
 
@@ -69,3 +70,9 @@ def test_a_target_that_no_layer_has_is_one_line(monkeypatch: pytest.MonkeyPatch)
     [violation] = missing_targets(make("model.lora.rank=8"), architecture)
     assert "model.lora.targets names gate_proj; this model has down_proj, gate_up_proj, k_proj" in str(violation)
     assert not list(missing_targets(make(""), architecture))
+
+
+def test_a_shared_expert_takes_no_adapter() -> None:
+    shapes = {"model.layers.0.mlp.shared_expert.up_proj.weight": (8, 4), "model.layers.0.mlp.experts.0.up_proj.weight": (8, 4)}
+    with pytest.raises(ValueError, match="names up_proj: model.layers.0.mlp.shared_expert.up_proj.weight is of a shared expert"):
+        adapter_shapes(shapes, 2, ["up_proj"])

@@ -106,6 +106,7 @@ THROUGH = {
     "critic.warmup_train_steps": "policy_starts_at",
     "sglang.fp8_step0_max_mean_abs": "mismatch_gate",
     "model.family": "load_config",  # it adds the family
+    "model.lora.sync": "serves_adapters",
     "value_pretraining.train_paths": "pretraining_config",
     "value_pretraining.max_steps": "pretraining_config",
 }
