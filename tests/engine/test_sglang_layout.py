@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -42,6 +44,7 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, "sglang.srt.models.qwen2"),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, "sglang.srt.models.qwen3"),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "sglang.srt.models.qwen3_moe"),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, "sglang.srt.models.deepseek_v2"),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, "sglang.srt.models.gemma3_causal"),
     "gemma3": (
         lambda **text: Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4),
@@ -49,6 +52,30 @@ FAMILIES = {
         "sglang.srt.models.gemma3_mm",
     ),
 }
+LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# On a CPU, SGLang knows latent attention only with it.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# Fields of published configs that SGLang reads, and transformers does not know.
+SGLANG_FIELDS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 48,
@@ -73,6 +100,8 @@ MODELS = {
     "qwen3": ("qwen3", False, 1, 150),
     "qwen3-tied": ("qwen3", True, 4, 301),
     "qwen3_moe": ("qwen3_moe", False, 2, 301),
+    "deepseek_v3": ("deepseek_v3", False, 4, 301),
+    "deepseek_v3-whole": ("deepseek_v3", False, 4, 150),
     "gemma3_text": ("gemma3_text", True, 2, 301),
     "gemma3": ("gemma3", True, 1, 301),
 }
@@ -83,13 +112,16 @@ EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
 
 def _cases() -> list[tuple[str, int, int, str]]:
     cases = [(model, *sizes) for model in MODELS for sizes in SIZES]
-    return cases + [("qwen3_moe", *sizes) for sizes in EXPERT_SIZES]
+    cases += [(model, *sizes) for model in ("qwen3_moe", "deepseek_v3") for sizes in EXPERT_SIZES]
+    # SGLang does not pad the heads of latent attention.
+    return [case for case in cases if not (case[0].startswith("deepseek") and case[1] == 3)]
 
 
 def _save(directory: Path, model: str) -> None:
     family, tied, kv_heads, vocab_size = MODELS[model]
     config_class, model_class, _ = FAMILIES[family]
-    is_gemma3, rope = family.startswith("gemma3"), {"rope_type": "default", "rope_theta": 1000.0}
+    is_gemma3, is_latent = family.startswith("gemma3"), family == "deepseek_v3"
+    rope = YARN if is_latent else {"rope_type": "default", "rope_theta": 1000.0}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -97,12 +129,13 @@ def _save(directory: Path, model: str) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
-        head_dim=8,
+        head_dim=4 if is_latent else 8,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         rope_parameters={"full_attention": rope, "sliding_attention": rope} if is_gemma3 else rope,
         **({"sliding_window_pattern": 2} if is_gemma3 else {}),
         **(EXPERTS if family == "qwen3_moe" else {}),
+        **({**LATENT, **SGLANG_FIELDS, "q_lora_rank": None if model.endswith("-whole") else 20} if is_latent else {}),
     )
     torch.manual_seed(0)
     instance = model_class(config)

@@ -45,7 +45,8 @@ class SglangLayout(ComputedLayout):
         num_engines: int,
         pads: bool,
     ) -> None:
-        super().__init__({name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()})
+        types = {name: torch.float32 if architecture.is_float32(name) else dtype for name in architecture.shapes()}
+        super().__init__({name: TensorSpec(shape, types[name]) for name, shape in architecture.shapes().items()})
         self.architecture = architecture
         self.tensor_parallel = tensor_parallel
         self.expert_parallel = expert_parallel
@@ -67,7 +68,10 @@ class SglangLayout(ComputedLayout):
 
     def _compute(self, rank: int) -> RankContents:
         buffers = self._buffers(self._replica_key(rank))
-        return collect_buffers((_prefixed(self.prefix, buffer), self.dtype) for buffer in buffers)
+        return collect_buffers((_prefixed(self.prefix, buffer), self._dtype_of(buffer)) for buffer in buffers)
+
+    def _dtype_of(self, buffer: Buffer) -> torch.dtype:
+        return self.tensors[buffer.shards[0].tensor].dtype if buffer.shards else self.dtype
 
     @property
     def prefix(self) -> str:

@@ -49,6 +49,7 @@ def apply_to_sglang() -> None:
     if not is_needed():
         return
     from sglang.srt import batch_invariant_ops, server_args
+    from sglang.srt.models.deepseek_common import attention_backend_handler as latent_attention
     from sglang.srt.state_capturer import base as state_capturer
 
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
@@ -56,6 +57,8 @@ def apply_to_sglang() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
     state_capturer.BaseHostCache.__init__ = _keep_in_plain_memory
     _pin_nothing()
+    # Its own way to attend to a prompt does not read the cache, which is all that this backend reads.
+    latent_attention.AttentionBackendRegistry.register("torch_native", latent_attention._dispatch_mla_subtype)
     cpu_fp8.apply_to_sglang()
 
 

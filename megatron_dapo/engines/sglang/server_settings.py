@@ -176,7 +176,8 @@ def command(
             "dist-init-addr": meeting.init_address,
         }
     # Without sleep-on-idle a scheduler takes a whole core while it waits.
-    switches = ["skip-server-warmup", "sleep-on-idle"]
+    # A shared expert that SGLang fuses into the routed ones would lie in their buffers.
+    switches = ["skip-server-warmup", "sleep-on-idle", "disable-shared-experts-fusion"]
     if settings.draft_tokens:
         tokenizer = scratch / TOKENIZER
         arguments |= drafting_arguments(settings.draft_tokens, settings.draft_corpus_tokens, tokenizer)
