@@ -6,9 +6,9 @@ tensor before it loads them; what was gathered has the checksums of all ranks' s
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -89,9 +89,14 @@ class AdapterTransport:
         whole = {name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for name, spec in tensors.items()}
         with torch.no_grad():
             execute_distributed(self._gather, sources, whole, self.group)
-        on_host = {name: tensor.cpu() for name, tensor in whole.items()}
-        for engine in self.handles.led_by(self.rank, self._request.engines):
-            self._loads[engine] = Call(partial(self._load, engine, on_host))
+        engines = self.handles.led_by(self.rank, self._request.engines)
+        if engines:
+            on_host = {name: tensor.cpu() for name, tensor in whole.items()}
+            named = {PEFT_PREFIX + name: tensor for name, tensor in on_host.items()}
+            checksums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in named.items()}
+            payload = encode_tensors(named)
+            for engine in engines:
+                self._loads[engine] = Call(partial(self._load, engine, on_host, payload, checksums))
         size = self.plan.engines.tensor_parallel
         for engine_rank in self.plan.destinations(self.rank):
             if engine_rank // size in self._request.engines:
@@ -111,12 +116,12 @@ class AdapterTransport:
     def close(self) -> None:
         """Do nothing: no memory or connection outlives a sync."""
 
-    def _load(self, engine: int, tensors: Mapping[str, torch.Tensor]) -> tuple[CommandReply, ...]:
+    def _load(
+        self, engine: int, tensors: Mapping[str, torch.Tensor], payload: bytes, checksums: Mapping[str, str]
+    ) -> tuple[CommandReply, ...]:
         """Load one engine, in a thread. The replies have the checksums of what SGLang has compared."""
-        named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
-        checksums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in named.items()}
         ranks = self.plan.ranks_of(engine)
-        self.handles.controls[engine].replace_adapter(self._config, [encode_tensors(named)] * len(ranks), checksums)
+        self.handles.controls[engine].replace_adapter(self._config, [payload] * len(ranks), checksums)
         return tuple(self._reply(rank, tensors) for rank in ranks)
 
     def _reply(self, engine_rank: int, tensors: Mapping[str, torch.Tensor]) -> CommandReply:
@@ -126,29 +131,47 @@ class AdapterTransport:
 
 
 def encode_tensors(named: Mapping[str, torch.Tensor]) -> bytes:
-    """Return one entry of SGLang's `serialized_named_tensors` that holds the values themselves, for any node."""
-    return pickle.dumps({name: _Inline(tensor) for name, tensor in named.items()}, protocol=4)
+    """Return one entry of SGLang's `serialized_named_tensors` that holds the values themselves, for any node. Not in two
+    threads at a time."""
+    theirs = torch.storage._load_from_bytes
+    # megatron-core (0.19) replaces this function by one that SGLang does not let through; pickle writes what it finds here.
+    torch.storage._load_from_bytes = _load_from_bytes
+    try:
+        return pickle.dumps({name: _Inline(tensor) for name, tensor in named.items()}, protocol=4)
+    finally:
+        torch.storage._load_from_bytes = theirs
+
+
+def _load_from_bytes(content: bytes) -> torch.Tensor:
+    raise AssertionError("only a name in a pickle")
+
+
+_load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
 
 
 class _Inline:
-    """Stand-in that is unpickled as a tensor with these values.
+    """Stand-in that is unpickled as a tensor with these values; in SGLang's processes a tensor's own pickle refers to shared memory."""
 
-    A tensor's own pickle refers to shared memory of this node, or to functions that SGLang does not let through.
-    """
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.clone(memory_format=torch.contiguous_format)  # the storage holds nothing else
 
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        tensor = self._tensor
+        return torch._utils._rebuild_tensor_v2, (
+            *(_Storage(tensor), 0, tuple(tensor.shape), tensor.stride()),
+            *(False, OrderedDict()),  # requires_grad and backward hooks
+        )
+
+
+class _Storage:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        return torch.reshape, (_Flat(self._tensor), tuple(self._tensor.shape))
-
-
-class _Flat:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        return functools.partial(torch.frombuffer, dtype=self._tensor.dtype), (bytearray(_bytes(self._tensor)),)
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[bytes]]:
+        storage = torch.storage.TypedStorage(
+            wrap_storage=self._tensor.untyped_storage(), dtype=self._tensor.dtype, _internal=True
+        )
+        return _load_from_bytes, storage.__reduce__()[1]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

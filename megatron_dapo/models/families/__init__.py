@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.hooks import FAMILY, load_hook
-from megatron_dapo.models.families import deepseek, gemma3, llama, qwen, qwen3_next
+from megatron_dapo.models.families import gemma3, llama, qwen, qwen3_next
 from megatron_dapo.models.family import Family
 from megatron_dapo.untrusted import read_json
 
-FAMILIES: dict[str, Family] = {
-    **llama.FAMILIES,
-    **qwen.FAMILIES,
-    **gemma3.FAMILIES,
-    **qwen3_next.FAMILIES,
-    **deepseek.FAMILIES,
-}
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **gemma3.FAMILIES, **qwen3_next.FAMILIES}
 _BUILT_IN = frozenset(FAMILIES)
 
 
