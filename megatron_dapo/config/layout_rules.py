@@ -284,9 +284,13 @@ def architecture_facts(architecture: ModelArchitecture) -> dict[str, Any]:
 
 
 def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
-    """Yield the violation of an adapter for a matrix that the model does not have."""
+    """Yield the violation of an adapter for a matrix that the model does not have, or that nothing trains."""
     path, lora = "model.lora.targets", config.model.lora
     if not lora.rank:
+        return
+    if architecture.latent is not None:
+        reason = f"{architecture.model_type}: its latent attention and shared experts take no adapters"
+        yield UnusableInput("model.lora.rank", reason, "set model.lora.rank = 0")
         return
     try:
         adapter_shapes(architecture.shapes(), lora.rank, lora.targets)

@@ -38,7 +38,7 @@ from megatron_dapo.engines.embedded_model import (
     check_config,
     empty_model,
     has_recurrent_layers,
-    stored_parts,
+    weights_by_name,
     window_of,
 )
 from megatron_dapo.engines.kept_contexts import KeptContext, KeptContexts
@@ -126,7 +126,9 @@ class EmbeddedEngine:
 
     def _allocate(self, config: PreTrainedConfig) -> None:
         settings, device = self.settings, self.settings.device
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # The head_dim of latent attention is that of the rotary part.
+        head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
         states = None
         if has_recurrent_layers(config):
             states = RecurrentStates(config, settings.max_slots, settings.dtype, device)
@@ -155,8 +157,7 @@ class EmbeddedEngine:
         """Destination tensors by Hugging Face name, to be overwritten in place. A tied head is the embedding and has no
         separate name.
         """
-        named = ((name, parameter.data) for name, parameter in self._model.named_parameters())
-        return {stored: part for name, tensor in named for stored, part in stored_parts(name, tensor)}
+        return weights_by_name(self._model)
 
     @property
     def policy_version(self) -> int:

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from megatron_dapo.engines.recurrent_states import DELTA
 from megatron_dapo.engines.slot_cache import register_attention
+from megatron_dapo.models.parts.experts import EXPERT_BIAS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -69,6 +70,17 @@ def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
             yield f"{prefix}.{expert}.{projection}.weight", part
 
 
+def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, under their names there. What is no parameter is what a router adds to scores."""
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS)}
+    return {
+        stored: part
+        for name, tensor in {**parameters, **buffers}.items()
+        for stored, part in stored_parts(name, tensor)
+    }
+
+
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """The model with all weights NaN, in inference state."""
     own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
@@ -78,6 +90,10 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torc
         )
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.fill_(float("nan"))
+    bias = EXPERT_BIAS.rpartition(".")[2]
+    for module in model.modules():
+        if bias in module._buffers:
+            module.register_buffer(bias, getattr(module, bias).float())  # fp32 in a model of any type
+    for tensor in weights_by_name(model).values():
+        tensor.fill_(float("nan"))
     return model

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, Cache
 
 from megatron_dapo.engines.recurrent_states import LayerState, RecurrentStates
@@ -87,7 +88,7 @@ class Sharing:
             grouped = run.gather(queries) @ keys[run.start : run.stop, :, : run.width].transpose(-1, -2)
             spread = run.spread(grouped, queries.shape[2])
             unused = keys.shape[2] - run.width
-            parts.append(torch.nn.functional.pad(spread, (0, unused)) if unused else spread)
+            parts.append(F.pad(spread, (0, unused)) if unused else spread)
         return self._rows(parts)
 
     def sums(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -247,7 +248,10 @@ class SlotCache(Cache):
     def update(  # type: ignore[override] # `slot_attention` reads `Stored` as well
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]:
-        """Store [B, kv_heads, L, head_dim] and return what attention has to read."""
+        """Store [B, kv_heads, L, head_dim] and return what attention has to read. Values may have fewer dims than keys: what
+        is read has zeros for the rest."""
+        if value_states.shape[-1] < key_states.shape[-1]:
+            value_states = F.pad(value_states, (0, key_states.shape[-1] - value_states.shape[-1]))
         layer_idx = self._places[layer_idx]
         if self._extension is not None:
             return (
@@ -318,18 +322,20 @@ def slot_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d].
+    """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d], or the dims of the
+    module's values, if it says that they are fewer.
 
     Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens if
     that is given; with a bool mask [B, 1, L, P] of what each query sees, keys and values are [B, kv_heads, P, d]. `Stored`
     ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    value_dim = getattr(module, "v_head_dim", None)
     if isinstance(key, Stored) or isinstance(value, Stored):
         assert isinstance(key, Stored) and isinstance(value, Stored), "keys and values are stored together"
         assert attention_mask is not None, "decoding needs the mask of visible columns"
-        return _attend_stored(query * scale, key, value, attention_mask), None
-    attend, length = torch.nn.functional.scaled_dot_product_attention, query.shape[2]
+        return _attend_stored(query * scale, key, value, attention_mask)[..., :value_dim], None
+    attend, length = F.scaled_dot_product_attention, query.shape[2]
     seen = attention_mask
     if seen is None and sliding_window is not None and sliding_window < length:
         place = torch.arange(length, device=query.device)
@@ -337,7 +343,7 @@ def slot_attention(
         seen = (distance >= 0) & (distance < sliding_window)
     shared = key.shape[1] != query.shape[1]
     output = attend(query, key, value, attn_mask=seen, scale=scale, is_causal=seen is None, enable_gqa=shared)
-    return output.transpose(1, 2).contiguous(), None
+    return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
 
 def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor) -> torch.Tensor:

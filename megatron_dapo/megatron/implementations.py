@@ -54,10 +54,11 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
     layer = _attending_layer(spec.layer_specs) if is_block else spec
     final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
     attention = layer.submodules.self_attention.submodules
+    into = attention.linear_kv_up_proj if config.multi_latent_attention else attention.linear_qkv  # with a norm inside
     why = _reason_of_layers()
     fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported, or apex's on request"
     return (
-        Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
+        Implementation("layers", _names(layer.module, into, attention.linear_proj), why),
         *_precision(config),
         Implementation("mlp", _names(*_mlp_modules(layer)), why),
         Implementation(
@@ -66,7 +67,7 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
             why if config.attention_implementation == "auto" else "requested: torch's flash attention",
         ),
         *_gated_delta(config),
-        Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
+        Implementation("rms norm", _names(final_norm, into, attention.q_layernorm), why),
         Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
         Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),
         _log_prob_head(config, head),

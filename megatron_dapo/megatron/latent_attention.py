@@ -5,16 +5,16 @@ a key is computed from the hidden states, and all heads share it. Keys and value
 attended to: absorbing the expansion into queries and outputs, as engines do, saves memory only while decoding.
 
 Parameters have the names of megatron-core's `MLASelfAttention`, which is used with Transformer Engine and cannot be built without
-it. The configuration and the rotary angles (YaRN, arXiv:2309.00071) are megatron-core's.
+it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -54,7 +54,9 @@ class PackedLatentAttention(Attention):
         **settings: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, attention_type="self", **settings)
-        self.rotary_pos_emb = _rotary_embedding(config)
+        # Not a buffer: a model in bf16 would round it.
+        frequencies, self._factor = rotary_frequencies(config)
+        self._frequencies = frequencies.to(torch.cuda.current_device())
         query_size = config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
         key_value_size = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
         if config.q_lora_rank is None:
@@ -107,10 +109,9 @@ class PackedLatentAttention(Attention):
         return torch.cat((content, position), dim=-1), torch.cat((key_content, key_position), dim=-1), value
 
     def _rotary_tables(self, packed: PackedSequences, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
-        # YaRN also returns a factor of cos and sin (its section 3.4).
-        angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
-        return packed.rotary_tables(angles, dtype, factor=factor)
+        positions = torch.arange(packed.max_seqlen_q, dtype=torch.float32, device=self._frequencies.device)
+        angles = torch.outer(positions, self._frequencies).repeat(1, 2)[:, None, None]
+        return packed.rotary_tables(angles, dtype, factor=self._factor)
 
     def forward(
         self,
@@ -132,19 +133,28 @@ class PackedLatentAttention(Attention):
         return self.linear_proj(context.unsqueeze(1))
 
 
-def _rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
+def rotary_frequencies(config: MLATransformerConfig) -> tuple[torch.Tensor, float]:
+    """Return the inverse frequencies [rotary dims / 2], fp32, and the factor of cos and sin (YaRN, arXiv:2309.00071, sections 3.2
+    and 3.4)."""
+    dim, factor = config.qk_pos_emb_head_dim, config.rotary_scaling_factor
+    kept = 1.0 / config.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     if config.rope_type == "rope":
-        return RotaryEmbedding(config.qk_pos_emb_head_dim, rotary_percent=1.0, rotary_base=config.rotary_base)
-    return YarnRotaryEmbedding(
-        config.qk_pos_emb_head_dim,
-        rotary_base=config.rotary_base,
-        scaling_factor=config.rotary_scaling_factor,
-        original_max_position_embeddings=config.original_max_position_embeddings,
-        beta_fast=config.beta_fast,
-        beta_slow=config.beta_slow,
-        mscale=config.mscale,
-        mscale_all_dim=config.mscale_all_dim,
-    )
+        return kept, 1.0
+
+    def pair_of(rotations: float) -> float:
+        """The pair, counted with fractions, that turns so many times over the original context."""
+        return dim * math.log(config.original_max_position_embeddings / (rotations * 2 * math.pi)) / log_base
+
+    log_base = 2 * math.log(config.rotary_base)
+    first, last = max(math.floor(pair_of(config.beta_fast)), 0), min(math.ceil(pair_of(config.beta_slow)), dim - 1)
+    share = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
+    scale = yarn_factor(factor, config.mscale) / yarn_factor(factor, config.mscale_all_dim)
+    return kept / factor * share + kept * (1 - share), scale
+
+
+def yarn_factor(scaling_factor: float, weight: float) -> float:
+    """Return YaRN's factor of attention (its equation 22), whose logarithm has the given weight."""
+    return 0.1 * weight * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,8 @@ def _build_chunk(
             rotary_base=architecture.rope_theta,
             vp_stage=vp_stage,
         )
-    chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
+    if architecture.latent is None:  # its layers compute their angles
+        chunk.rotary_pos_emb.inv_freq = rotary_frequencies(architecture).to(torch.cuda.current_device())
     if architecture.scales_embedding and chunk.pre_process:
         # Round to the model's type, as in the models' training.
         scale = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()

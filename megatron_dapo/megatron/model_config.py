@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -20,8 +20,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_dapo.config.megatron_options import field_table, options_for
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.attention import check_flash_attention
+from megatron_dapo.megatron.latent_attention import yarn_factor
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.blocks import GroupedRouting
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits
 
@@ -84,11 +86,6 @@ class LatentGPTConfig(GPTConfig, MLATransformerConfig):
         super().__post_init__()
 
 
-def yarn_factor(scaling_factor: float, weight: float) -> float:
-    """Return YaRN's factor of attention (arXiv:2309.00071, eq. 22), whose logarithm has the given weight."""
-    return 0.1 * weight * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0
-
-
 def describe_precision(config: GPTConfig) -> str:
     """Describe the precision in one line for the log."""
     chosen = linear_backend(config.precision, config.dtype_name)
@@ -108,12 +105,15 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     _check_shapes(architecture, layout, settings.precision)
     if settings.attention == "flash":
         check_flash_attention(dtype, architecture.head_dim, layout.context)
+    _check_tensor_ranks(architecture, layout)
+    kind = GPTConfig if architecture.latent is None else LatentGPTConfig
     values = {
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
         **_window_fields(architecture),
         **_delta_fields(architecture, layout, settings.precision),
+        **_latent_fields(architecture, settings),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
         "params_dtype": dtype,
@@ -134,7 +134,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         **_fusion_fields(architecture, settings.precision),
         **_requested_fields(TransformerConfig, "model", settings.megatron),
     }
-    return GPTConfig(precision=settings.precision, attention_implementation=settings.attention, **values)
+    return kind(precision=settings.precision, attention_implementation=settings.attention, **values)
 
 
 def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) -> dict[str, bool]:
@@ -146,8 +146,11 @@ def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) 
         # Our packed attention reads no mask; persistent layer norms are LayerNorms.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Without it, the angles are applied sequence by sequence in Python. It knows a single rotary base.
-        "apply_rope_fusion": has_transformer_engine and architecture.local is None,
+        # Without it, the angles are applied sequence by sequence in Python. It knows a single rotary base, and for latent
+        # attention only YaRN.
+        "apply_rope_fusion": has_transformer_engine
+        and architecture.local is None
+        and (architecture.latent is None or architecture.latent.yarn is not None),
         # The matrix product adds weight gradients to the fp32 sum.
         "gradient_accumulation_fusion": has_transformer_engine or (cuda and has_fused_weight_gradient()),
         # One call computes all experts of a rank: 128 calls would keep the device waiting for Python. Not yet run with
@@ -247,23 +250,67 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
     experts = architecture.experts
     if experts is None:
         return {}
-    if layout.tensor > 1 and not layout.sequence_parallel:
-        raise ValueError(
-            f"experts under tensor parallelism ({layout.tensor}) need sequence parallelism, so that each tensor rank "
-            "routes its own tokens; set sequence_parallel = true, or tensor = 1"
-        )
     return {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_token,
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_layers)],
         "expert_tensor_parallel_size": layout.expert_tensor_size,
-        "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
-        "moe_shared_expert_intermediate_size": experts.gated_shared_size or None,
+        "moe_shared_expert_intermediate_size": experts.gated_shared_size or experts.shared_intermediate_size or None,
         "moe_shared_expert_gate": experts.gated_shared_size > 0,
         "moe_aux_loss_coeff": 0.0,
+        **_routing_fields(experts.routing),
     }
+
+
+def _routing_fields(routing: GroupedRouting | None) -> dict[str, Any]:
+    if routing is None:
+        return {"moe_router_pre_softmax": True}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": routing.num_groups,
+        "moe_router_group_topk": routing.num_kept_groups,
+        "moe_router_topk_scaling_factor": routing.scale,
+    }
+
+
+def _latent_fields(architecture: ModelArchitecture, settings: ModelSettings) -> dict[str, Any]:
+    """Return the sizes of latent attention. Raise ValueError for settings under which it cannot be computed."""
+    latent = architecture.latent
+    if latent is None:
+        return {}
+    if is_fp8(settings.precision) or settings.attention == "flash":
+        setting = "model.attention_implementation" if settings.attention == "flash" else "precision.recipe"
+        raise ValueError(
+            f'{setting}: latent attention is computed in the model\'s type with "auto" attention; remove it'
+        )
+    fields = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.content_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": architecture.rope_theta,
+        "rope_type": "rope",
+    }
+    if latent.yarn is None:
+        return fields
+    scaling = dataclasses.asdict(latent.yarn)
+    return {**fields, "rope_type": "yarn", "rotary_scaling_factor": scaling.pop("factor"), **scaling}
+
+
+def _check_tensor_ranks(architecture: ModelArchitecture, layout: ParallelLayout) -> None:
+    """Raise ValueError if tensor ranks would have the same tokens in layers that each computes for its own."""
+    if layout.tensor == 1 or layout.sequence_parallel or (architecture.experts is None and architecture.latent is None):
+        return
+    parts = "latent attention" if architecture.experts is None else "experts"
+    raise ValueError(
+        f"{parts} under tensor parallelism ({layout.tensor}) need sequence parallelism, so that each tensor rank has its own "
+        "tokens; set sequence_parallel = true, or tensor = 1"
+    )
 
 
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:

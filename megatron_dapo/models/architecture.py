@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_dapo.models.blocks import Activation, GatedDelta, LocalAttention, MixtureOfExperts, RopeScaling
+from megatron_dapo.models.blocks import (
+    Activation,
+    GatedDelta,
+    LatentAttention,
+    LocalAttention,
+    MixtureOfExperts,
+    RopeScaling,
+)
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.models.family import Serving
+from megatron_dapo.models.parts.experts import EXPERT_BIAS
 from megatron_dapo.models.placement import LayerPart
 
 LANGUAGE_MODEL = "ForCausalLM"
@@ -44,6 +53,7 @@ class ModelArchitecture:
     delta: GatedDelta | None = None  # None: all layers have attention
     gated_attention: bool = False  # attention's output is multiplied by a sigmoid of a second projection
     rotary_dim: int | None = None  # first dims of a head that the rotary embedding rotates; None: all
+    latent: LatentAttention | None = None  # None: attention has separate queries, keys and values
     attention_scale: float | None = None  # scale of the products of queries and keys; None: 1 / sqrt(head_dim)
     activation: Activation = "silu"  # the gate's
     sandwich_norms: bool = False  # attention and MLP have a norm after them, too
@@ -130,8 +140,16 @@ class ModelArchitecture:
         return weight if self.head == SEQUENCE_VALUE else {**weight, VALUE_BIAS: (1,)}
 
     def is_carried(self, name: str) -> bool:
-        """Return True for a tensor that is not trained and goes into exports as it is: those of a vision tower."""
-        return name.removeprefix("model.").startswith(FAMILIES[self.model_type].carried)
+        """Return True for a tensor that is not trained and goes into exports as it is: those of a vision tower, or of layers
+        after the last one that predict further tokens (arXiv:2412.19437, section 2.2)."""
+        family, layer = FAMILIES[self.model_type], _LAYER.match(name)
+        if family.predicts_further and layer is not None and int(layer[1]) >= self.num_layers:
+            return True
+        return name.removeprefix("model.").startswith(family.carried)
+
+    def is_float32(self, name: str) -> bool:
+        """Return True for a tensor that has fp32 in a model of any type."""
+        return name.endswith(EXPERT_BIAS)
 
     def aliases(self) -> dict[str, str]:
         """Return second names under which a directory may store a tensor -> the tensor."""
@@ -161,6 +179,7 @@ class ModelArchitecture:
         return weights // (max(1, num_global) * width)
 
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"

@@ -25,9 +25,49 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Scaling of rotary frequencies by wavelength and of attention (arXiv:2309.00071), as in DeepSeek-V2 and later."""
+
+    factor: float
+    original_max_position_embeddings: int
+    # Rotations over the original context: above `beta_fast` frequencies are kept, below `beta_slow` they are divided by `factor`.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # Weights of log(factor) in the scale of cos and sin, and in its divisor, whose square scales the products.
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention: ranks of the compressed vectors, and dims of a head's query, key and value."""
+
+    query_rank: int | None  # None: queries are not compressed
+    key_value_rank: int
+    content_dim: int  # the part of a query or key without position
+    rotary_dim: int  # the part with position; all heads share the key's
+    value_dim: int
+    yarn: Yarn | None = None
+
+    @property
+    def query_dim(self) -> int:
+        return self.content_dim + self.rotary_dim
+
+
+@dataclass(frozen=True)
+class GroupedRouting:
+    """Routing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid scores, to which a stored bias is added to choose, only
+    from the best `num_kept_groups` groups of experts; the chosen scores are multiplied by `scale`."""
+
+    num_groups: int
+    num_kept_groups: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class MixtureOfExperts:
     """Mixture of experts in place of the MLP: a token goes to the `num_experts_per_token` experts of highest softmax
-    probability, and their outputs are weighted by it."""
+    probability, and their outputs are weighted by it; or see `routing`."""
 
     num_experts: int
     num_experts_per_token: int
@@ -35,6 +75,8 @@ class MixtureOfExperts:
     normalize: bool  # divide the probabilities of the chosen experts by their sum
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     gated_shared_size: int = 0  # width of an expert for every token, times a sigmoid of a projection; 0: none
+    routing: GroupedRouting | None = None
+    shared_intermediate_size: int = 0  # of an MLP that every token also goes to
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_dapo.models.blocks import RopeScaling
@@ -42,8 +42,11 @@ def positive_number(field: str, value: Any) -> float:
     return float(value)
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return (theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4), which must agree."""
+def read_rope(
+    config: Mapping[str, Any], read_scaling: Callable[[dict[str, Any]], Any] | None = None
+) -> tuple[float, Any]:
+    """Return (theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4), which must agree.
+    `read_scaling` reads the fields of the scaling (None: `rope_scaling`)."""
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     # Early versions of transformers 4 wrote "type".
     for fields in (new, old):
@@ -61,7 +64,7 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             else "is missing (at top level or in rope_parameters); no default is taken"
         )
         raise ValueError(f"config.json: rope_theta {stated}: write the one it was trained with")
-    scalings = {rope_scaling(fields) for fields in (new, old) if fields}
+    scalings = {(read_scaling or rope_scaling)(fields) for fields in (new, old) if fields}
     if len(scalings) > 1:
         raise ValueError(f"config.json: rope_parameters {new} and rope_scaling {old} disagree; keep one")
     return thetas.pop(), scalings.pop() if scalings else None

@@ -11,6 +11,7 @@ from megatron_dapo.models.parts.attention import GroupedQueryAttention
 from megatron_dapo.models.parts.experts import RoutedExperts
 from megatron_dapo.models.parts.gated_attention import GatedAttention
 from megatron_dapo.models.parts.gated_delta import GatedDeltaMixer
+from megatron_dapo.models.parts.latent_attention import MultiHeadLatentAttention
 from megatron_dapo.models.parts.mlp import GatedMlp
 from megatron_dapo.models.parts.shared_expert import GatedSharedExpert
 from megatron_dapo.models.placement import LayerPart
@@ -24,14 +25,16 @@ FULL_ATTENTION, LOCAL_ATTENTION, GATED_DELTA = "full_attention", "sliding_attent
 
 
 def decoder_parts(architecture: ModelArchitecture, layer: int) -> tuple[LayerPart, ...]:
-    """Return grouped-query attention or a gated delta net, and a gated MLP or experts; with sandwich norms, a norm before and
-    one after each."""
+    """Return grouped-query or latent attention or a gated delta net, and a gated MLP or experts; with sandwich norms, a norm
+    before and one after each."""
     a = architecture
     mixer: LayerPart
     if a.delta is not None and layer in a.delta.layers:
         d = a.delta
         sizes = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.kernel_size, d.fused)
         mixer = GatedDeltaMixer(a.hidden_size, *sizes)
+    elif a.latent is not None:
+        mixer = MultiHeadLatentAttention(a.hidden_size, a.num_attention_heads, a.latent)
     else:
         kind = GatedAttention if a.gated_attention else GroupedQueryAttention
         mixer = kind(
@@ -41,7 +44,9 @@ def decoder_parts(architecture: ModelArchitecture, layer: int) -> tuple[LayerPar
     if a.experts is not None and a.has_experts(layer):
         experts = a.experts
         routed = RoutedExperts(
-            a.hidden_size, experts.num_experts, experts.intermediate_size, experts.num_experts_per_token
+            *(a.hidden_size, experts.num_experts, experts.intermediate_size, experts.num_experts_per_token),
+            bias=experts.routing is not None,
+            shared=experts.shared_intermediate_size,
         )
         shared = experts.gated_shared_size
         return (mixer, routed, GatedSharedExpert(a.hidden_size, shared)) if shared else (mixer, routed)
@@ -88,6 +93,7 @@ class Family:
     )
     features: Callable[[Fields], dict[str, Any]] = no_features  # further fields of `ModelArchitecture`
     parts: Callable[[ModelArchitecture, int], tuple[LayerPart, ...]] = decoder_parts
+    predicts_further: bool = False  # a checkpoint may have layers after the last one, which are exported unchanged
     carried: tuple[str, ...] = ()  # prefixes, after "model.", of tensors that are exported unchanged
     serving: Serving = Serving()
 

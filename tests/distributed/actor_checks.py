@@ -30,6 +30,7 @@ from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.blocks import MixtureOfExperts
 from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.models.parts.experts import EXPERT_BIAS
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.reshard.layout import Layout
@@ -59,6 +60,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 6.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "original_max_position_embeddings": 64,
+}
 MOE = {
     "rope_parameters": DEFAULT_ROPE,
     "tie_word_embeddings": False,
@@ -81,7 +92,8 @@ MIXED_MOE = {  # dense and sparse layers, weights that are not normalized, tied
 DELTA = {  # a gated delta net in all layers but one, partly rotated heads
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     "head_dim": 24,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "full_attention_interval": 4,  # which SGLang reads instead
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 10,
@@ -112,6 +124,32 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
             "tie_word_embeddings": False,
+        },
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "rope_parameters": YARN_ROPE,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            # Published, and read by SGLang.
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
         },
     ),
     "gemma3": (  # two local layers to one global, a window shorter than most sequences
@@ -153,6 +191,8 @@ def reference_model(name: str) -> Any:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(random_weight(family, parameter_name, noise))
+        for buffer in stored_buffers(model).values():
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return in_fp64(model)
 
 
@@ -194,6 +234,11 @@ def wide_rule(
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / key.size(3) ** 0.5)
     return torch.stack(outputs, dim=1), state if output_final_state else None
+
+
+def stored_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Buffers of a checkpoint: what a router adds to scores."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS)}
 
 
 @dataclass(frozen=True)
@@ -274,7 +319,7 @@ def write_reference(
         "loss": total.detach()
     }
     for kind, whole in (
-        ("weight", dict(model.named_parameters()) if weights is None else weights),
+        ("weight", {**dict(model.named_parameters()), **stored_buffers(model)} if weights is None else weights),
         ("gradient", {name: parameter.grad for name, parameter in model.named_parameters()}),
     ):
         for parameter_name, tensor in stored_tensors(whole).items():
@@ -286,10 +331,12 @@ def write_reference(
 def fill_local(
     local: Mapping[str, torch.Tensor], tensors: Layout, rank: int, source: Mapping[str, torch.Tensor]
 ) -> None:
-    """Cut this rank's local buffers out of whole tensors, padding being zero."""
+    """Cut this rank's local buffers out of whole tensors, padding being zero. Gradients have no buffer of frozen parameters."""
     for buffer in local.values():
         buffer.zero_()
     for piece in tensors.shards(rank):
+        if piece.local not in local:
+            continue
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
         here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
         local[piece.local][here] = source[piece.tensor][there].to(local[piece.local].dtype)

@@ -25,7 +25,13 @@ SAMPLING = (
 )
 
 
-@pytest.mark.parametrize(("layout", "algorithm"), [("dp2", "dapo"), ("tp2", "dapo"), ("dp2", "episodes")])
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [
+        *[("dp2", "dapo"), ("tp2", "dapo"), ("dp2", "episodes")],
+        *(pytest.param("dp2", name, marks=pytest.mark.long) for name in ("vapo", "tppo")),
+    ],
+)
 def test_the_ratio_of_a_step_is_1_and_the_engine_agrees(tmp_path: Path, layout: str, algorithm: str) -> None:
     outcome = train(write_recipe(tmp_path / "recipe", algorithm), tmp_path / "run", layout, *SAMPLING)
     assert outcome.code == 0, outcome.text

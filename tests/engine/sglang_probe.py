@@ -59,8 +59,12 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     config = ModelConfig(case["directory"], dtype="float32")
     if case["device"] == "cpu":  # as the model runner does on CPU only
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), size)
-    (model_class,) = [importlib.import_module(case["model_module"]).EntryClass]
-    model_class = model_class[0] if isinstance(model_class, list) else model_class
+    for heads in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(config.hf_config, heads) and not hasattr(config.hf_config, f"{heads}_cpu"):
+            setattr(config.hf_config, f"{heads}_cpu", getattr(config.hf_config, heads))
+    entry = importlib.import_module(case["model_module"]).EntryClass
+    classes = {one.__name__: one for one in (entry if isinstance(entry, list) else [entry])}
+    model_class = classes.get(config.hf_config.architectures[0], next(iter(classes.values())))
     cut = size // experts
     ranks = {"tp": (rank, size), "attn_tp": (rank, size), "moe_tp": (rank % cut, cut), "moe_ep": (rank // cut, experts)}
     values = {"pp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from tools.prove_resume import QUICKSTART
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -19,6 +25,27 @@ SETTINGS = (
     "evaluation.at_end=false",
     "mismatch.step0_max_mean_abs=1e-4",
 )
+# Untrained weights solve nothing: what differs within a group is how improbable responses were.
+UNTRAINED = (
+    "rollout.filter_groups=false",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "reward.perplexity_penalty.enabled=true",
+    "reward.perplexity_penalty.start=0.01",
+    "reward.perplexity_penalty.end=20.0",
+    "run.total_steps=3",
+    "sglang.parity_interval=1",
+)
+
+
+def add_tokenizer(save_model: Callable[..., Path], directory: Path, **fields: Any) -> Path:
+    """Save a model with the quickstart's tokenizer to `directory`."""
+    base = QUICKSTART / "base_model"
+    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
+    save_model(directory, vocab_size=vocab_size, eos_token_id=2, pad_token_id=0, **fields)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, directory / name)
+    return directory
 
 
 def command(recipe: Path, directory: Path, python: Path, *overrides: str, layout: str = "tp2") -> list[str]:

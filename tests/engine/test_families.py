@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ def save_model(directory: Path, family: str) -> Path:
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
+    if family == "qwen3_next":  # SGLang reads its base at top level, where published configs have it and transformers 5 does not
+        config = json.loads((directory / "config.json").read_text())
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+        (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -4,7 +4,6 @@ model, and a DAPO run trains the policy that was sampled from."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_runs import finish
+from sglang_runs import UNTRAINED, add_tokenizer, finish
 from sync_simulation import Tensors, World
 from synced_server import TOKENS, SyncedServer, transformers_logprobs, weights_of
 from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
@@ -23,7 +22,7 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.families.gemma3 import VISION_TENSORS
 from megatron_dapo.parallel.layout import ParallelLayout
-from tools.prove_resume import QUICKSTART, write_recipe
+from tools.prove_resume import write_recipe
 
 pytestmark = pytest.mark.long  # test_sglang_layout.py and tests/distributed hold layout and log-probs without a server
 SIZES = {
@@ -106,25 +105,8 @@ def test_every_version_arrives(
 @pytest.mark.parametrize("has_vision", [False, True])
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path, has_vision: bool) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
-    base, model = QUICKSTART / "base_model", tmp_path / "model"
-    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
-    # Untrained weights solve nothing: what differs within a group is how improbable responses were.
-    save_model(model, has_vision, vocab_size=vocab_size, eos_token_id=2, pad_token_id=0)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, model / name)
-    run = tmp_path / "run"
-    settings = (
-        f'model.path="{model}"',
-        "rollout.filter_groups=false",
-        "rollout.oversample=1.0",
-        "rollout.max_staleness=0",
-        "reward.perplexity_penalty.enabled=true",
-        "reward.perplexity_penalty.start=0.01",
-        "reward.perplexity_penalty.end=20.0",
-        "run.total_steps=3",
-        "sglang.parity_interval=1",
-    )
-    finish(write_recipe(tmp_path), run, engine_python, *settings)
+    model, run = add_tokenizer(save_model, tmp_path / "model", has_vision=has_vision), tmp_path / "run"
+    finish(write_recipe(tmp_path), run, engine_python, f'model.path="{model}"', *UNTRAINED)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
     assert len(gaps) == 3 and max(gaps) < 1e-4, gaps

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -20,10 +22,16 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
@@ -35,20 +43,57 @@ from megatron_dapo.plan.memory import EngineMemory, engine_memory, free_at_start
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
-from tests.unit.config.architectures import DENSE, EXPERTS as SPARSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
+from tests.unit.config.architectures import DENSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
+from tests.unit.config.architectures import EXPERTS as SPARSE
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, "sglang.srt.models.llama"),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, "sglang.srt.models.qwen2"),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, "sglang.srt.models.qwen3"),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "sglang.srt.models.qwen3_moe"),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, "sglang.srt.models.deepseek_v2"),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, "sglang.srt.models.gemma3_causal"),
     "gemma3": (
         lambda **text: Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4),
         Gemma3ForConditionalGeneration,
         "sglang.srt.models.gemma3_mm",
     ),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, "sglang.srt.models.qwen3_next"),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, "sglang.srt.models.qwen3_5_text"),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, "sglang.srt.models.qwen3_5_text"),
 }
+DELTA = {  # 2 is the number of layers
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# On a CPU, SGLang knows latent attention only with it.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# Fields of published configs that SGLang reads, and transformers does not know.
+SGLANG_FIELDS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 48,
@@ -64,6 +109,7 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 # name of a model -> family, tied, key-value heads, vocabulary
 MODELS = {
     "llama": ("llama", False, 4, 301),
@@ -73,9 +119,15 @@ MODELS = {
     "qwen3": ("qwen3", False, 1, 150),
     "qwen3-tied": ("qwen3", True, 4, 301),
     "qwen3_moe": ("qwen3_moe", False, 2, 301),
+    "deepseek_v3": ("deepseek_v3", False, 4, 301),
+    "deepseek_v3-whole": ("deepseek_v3", False, 4, 150),
     "gemma3_text": ("gemma3_text", True, 2, 301),
     "gemma3": ("gemma3", True, 1, 301),
+    "qwen3_next": ("qwen3_next", False, 2, 301),
+    "qwen3_5_text": ("qwen3_5_text", True, 2, 301),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", False, 1, 301),
 }
+DELTA_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # tensor parallel, expert parallel, device: 4 exceeds most models' key-value heads, 3 divides no size and needs padding
 SIZES = [(1, 1, "cuda"), (2, 1, "cuda"), (4, 1, "cuda"), (1, 1, "cpu"), (2, 1, "cpu"), (3, 1, "cpu"), (4, 1, "cpu")]
 EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
@@ -83,13 +135,16 @@ EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
 
 def _cases() -> list[tuple[str, int, int, str]]:
     cases = [(model, *sizes) for model in MODELS for sizes in SIZES]
-    return cases + [("qwen3_moe", *sizes) for sizes in EXPERT_SIZES]
+    cases += [(model, *sizes) for model in ("qwen3_moe", "deepseek_v3", "qwen3_next") for sizes in EXPERT_SIZES]
+    # SGLang does not pad the heads of latent attention; those of gated delta nets are not padded here.
+    return [case for case in cases if case[1] != 3 or not (case[0].startswith("deepseek") or case[0] in DELTA_MODELS)]
 
 
 def _save(directory: Path, model: str) -> None:
     family, tied, kv_heads, vocab_size = MODELS[model]
     config_class, model_class, _ = FAMILIES[family]
-    is_gemma3, rope = family.startswith("gemma3"), {"rope_type": "default", "rope_theta": 1000.0}
+    is_gemma3, is_latent = family.startswith("gemma3"), family == "deepseek_v3"
+    rope = YARN if is_latent else {"rope_type": "default", "rope_theta": 1000.0}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -97,12 +152,16 @@ def _save(directory: Path, model: str) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
-        head_dim=8,
+        head_dim=4 if is_latent else 8,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         rope_parameters={"full_attention": rope, "sliding_attention": rope} if is_gemma3 else rope,
         **({"sliding_window_pattern": 2} if is_gemma3 else {}),
-        **(EXPERTS if family == "qwen3_moe" else {}),
+        **(EXPERTS if family in ("qwen3_moe", "qwen3_next") else {}),
+        **(DELTA if family in DELTA_MODELS else {}),
+        **({"shared_expert_intermediate_size": 24} if family == "qwen3_next" else {}),
+        **(SHARED if family == "qwen3_5_moe_text" else {}),
+        **({**LATENT, **SGLANG_FIELDS, "q_lora_rank": None if model.endswith("-whole") else 20} if is_latent else {}),
     )
     torch.manual_seed(0)
     instance = model_class(config)

@@ -40,6 +40,7 @@ FAMILIES = {
     "qwen3_5_text": Row("qwen3.5"),
     "qwen3_next": Row("qwen3-next", experts=True),
     "qwen3_5_moe_text": Row("qwen3.5-moe", experts=True),
+    "deepseek_v3": Row("deepseek", experts=True),
 }
 TENSOR_PIPELINE = {"tensor": 2, "pipeline": 2}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}

@@ -8,7 +8,7 @@ At the end every element must have been written exactly once; the checksums of a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -121,7 +121,9 @@ class Receiver:
     After a failure the parameters may hold a mixture: only a whole new sync, or a restart, makes the engine fit to serve.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], derive: Callable[[], None] | None = None) -> None:
+        """`derive` computes what the engine derives from its parameters when it loads them."""
+        self._derive = torch.no_grad()(derive or (lambda: None))
         self.parameters = {name: tensor.detach() for name, tensor in parameters.items()}
         self.version: int | None = None  # held by the parameters; None while they are unknown or mixed
         self._newest: Manifest | None = None  # manifest of the sync that began last
@@ -243,6 +245,7 @@ class Receiver:
         for name, slices in current.coverage.check().items():
             for bounds in slices:
                 slice_view(self.parameters[name], bounds).zero_()
+        self._derive()
         # Read back from the parameters after the last write: memory that changed on the way shows here.
         checksums = self.checksums()
         self.version, self._current = current.manifest.version, None
@@ -258,6 +261,7 @@ class Receiver:
         # A sync that was open has been overtaken: its buckets would overwrite what the disk brought.
         self._current, self._newest = None, manifest
         self.version = manifest.version
+        self._derive()
         return self.checksums()
 
     def checksums(self) -> dict[str, int]:

@@ -138,7 +138,9 @@ class _State:
     def __init__(self, model: torch.nn.Module) -> None:
         # named_parameters lists tied weights once, under their first name, as the trainer's plan does.
         named = model.named_parameters()
-        self.receiver = Receiver({name: tensor for name, tensor in named if not name.startswith(_VISION_TENSORS)})
+        own = {name: tensor for name, tensor in named if not name.startswith(_VISION_TENSORS)}
+        # Latent attention derives the matrices that are absorbed into queries and outputs, in place.
+        self.receiver = Receiver(own, getattr(model, "post_load_weights", None))
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
         self.mapped = MappedArena(pinned=self.device.type == "cuda")

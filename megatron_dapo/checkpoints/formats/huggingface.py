@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from megatron_dapo.checkpoints.atomic_directory import plain_file_name
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsReader, StoredModel, StoredTensor
 from megatron_dapo.models.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
-from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.reshard.slices import Slice, whole
 from megatron_dapo.untrusted import blamed_on, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -24,15 +24,20 @@ _COMPARE_BYTES = 16 << 20  # per copy, while two copies are compared
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# transformers 5 holds the experts of a layer fused in memory. Directories have one tensor per expert, also those
-# written by its save_pretrained; only a state dict saved by hand has fused ones.
-_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
-_FUSED_EXPERTS_HINT = (
-    "experts are stored as one tensor a layer (gate_up_proj, down_proj), which is not read: write the directory with "
-    "transformers' save_pretrained, which stores one tensor an expert"
-)
+# Some directories store the experts of a layer as one tensor: gate_up_proj [experts, 2 inner, hidden], gate rows above up
+# rows, and down_proj [experts, hidden, inner]. They are read as one matrix an expert, and so written.
+_FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Parameters of any other type are quantized codes, which are not the weights without their scales.
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class _ExpertPart(NamedTuple):
+    """Place of an expert's matrix in the tensor of its layer's experts."""
+
+    stored: str
+    expert: int
+    row: int
 
 
 class HFCheckpoint(StoredModel):
@@ -40,6 +45,9 @@ class HFCheckpoint(StoredModel):
 
     Opening it checks the index and every header, so missing or truncated files fail at once with ValueError.
     """
+
+    specs: dict[str, TensorSpec]
+    stored_names: dict[str, str]
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
@@ -56,6 +64,9 @@ class HFCheckpoint(StoredModel):
             raise
         self.files = {tensor_name(name): file for name, file in stored.items()}  # tensor name -> file name
         self.specs = {name: self._stored(name).spec for name in self.files}
+        self._fused: dict[str, _ExpertPart] = {}
+        for name in [name for name in self.specs if _FUSED_EXPERTS.fullmatch(name)]:
+            self._separate_experts(name)
 
     @property
     def num_bytes(self) -> int:
@@ -71,11 +82,31 @@ class HFCheckpoint(StoredModel):
         """Read `bounds` of a tensor; see `ShardReader`."""
         self._read(shard.tensor, out, bounds)
 
+    def _separate_experts(self, name: str) -> None:
+        """Replace the tensor of a layer's experts by one matrix for each expert and projection."""
+        spec, stored, file = self.specs.pop(name), self.stored_names.pop(name, name), self.files.pop(name)
+        prefix, kind = _FUSED_EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
+        parts = _PROJECTIONS[kind]
+        if len(spec.shape) != 3 or spec.shape[1] % len(parts):
+            raise ValueError(f"{self.path}: {stored} {spec.shape} does not hold {' and '.join(parts)} of a layer's experts")
+        num_experts, rows, columns = spec.shape[0], spec.shape[1] // len(parts), spec.shape[2]
+        for expert in range(num_experts):
+            for place, projection in enumerate(parts):
+                own = f"{prefix}{expert}.{projection}.weight"
+                self.specs[own], self.files[own] = TensorSpec((rows, columns), spec.dtype), file
+                self.stored_names[own] = stored.removesuffix(kind) + own.removeprefix(prefix)
+                self._fused[own] = _ExpertPart(stored, expert, place * rows)
+
     def _stored(self, name: str) -> StoredTensor:
         return self._readers[self.files[name]].tensors[self.stored_names.get(name, name)]
 
     def _read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
-        self._readers[self.files[name]].read(self.stored_names.get(name, name), out, bounds)
+        reader, part = self._readers[self.files[name]], self._fused.get(name)
+        if part is None:
+            reader.read(self.stored_names.get(name, name), out, bounds)
+            return
+        (row, column), shape = bounds or whole(self.specs[name].shape)
+        reader.read(part.stored, out[None], Slice((part.expert, part.row + row, column), (1, *shape)))
 
     def layout(self, architecture: ModelArchitecture) -> SingleHolderLayout:
         """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""
@@ -107,11 +138,9 @@ class HFCheckpoint(StoredModel):
             if names
         ]
         if problems:
-            fused = any(_FUSED_EXPERTS.search(name) for name in unknown)
-            hint = f"; {_FUSED_EXPERTS_HINT}" if fused else ""
             raise ValueError(
                 f"{self.path}: the tensors do not fit the {architecture.model_type} of its config.json "
-                f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}{hint}"
+                f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}"
             )
         check_weight_dtypes(self.path, {name: self.specs[name] for name in expected if name in self.specs})
 

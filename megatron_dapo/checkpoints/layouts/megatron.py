@@ -142,7 +142,8 @@ def megatron_layout(
 
     Raises ValueError if the sizes do not divide the model.
     """
-    # Checkpoints may mix types; a trainer holds all parameters in a single type.
+    # Checkpoints may mix types; a trainer holds nearly all parameters in a single type.
     if isinstance(dtype, torch.dtype):
-        dtype = dict.fromkeys(architecture.shapes(), dtype)
+        one = dtype
+        dtype = {name: torch.float32 if architecture.is_float32(name) else one for name in architecture.shapes()}
     return MegatronLayout(architecture, parallel, dtype)

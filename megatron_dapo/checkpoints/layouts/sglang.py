@@ -13,6 +13,7 @@ import torch
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
+from megatron_dapo.models.parts.gated_delta import FLOAT32_IN_ENGINE
 from megatron_dapo.models.placement import EngineCut, PerExpert, StackedExperts, check_cut, check_divides
 from megatron_dapo.plan.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
@@ -45,7 +46,8 @@ class SglangLayout(ComputedLayout):
         num_engines: int,
         pads: bool,
     ) -> None:
-        super().__init__({name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()})
+        types = {name: torch.float32 if architecture.is_float32(name) else dtype for name in architecture.shapes()}
+        super().__init__({name: TensorSpec(shape, types[name]) for name, shape in architecture.shapes().items()})
         self.architecture = architecture
         self.tensor_parallel = tensor_parallel
         self.expert_parallel = expert_parallel
@@ -67,7 +69,12 @@ class SglangLayout(ComputedLayout):
 
     def _compute(self, rank: int) -> RankContents:
         buffers = self._buffers(self._replica_key(rank))
-        return collect_buffers((_prefixed(self.prefix, buffer), self.dtype) for buffer in buffers)
+        return collect_buffers((_prefixed(self.prefix, buffer), self._dtype_of(buffer)) for buffer in buffers)
+
+    def _dtype_of(self, buffer: Buffer) -> torch.dtype:
+        if buffer.name.endswith(FLOAT32_IN_ENGINE):
+            return torch.float32
+        return self.tensors[buffer.shards[0].tensor].dtype if buffer.shards else self.dtype
 
     @property
     def prefix(self) -> str:

@@ -37,6 +37,7 @@ _PARAMETER_ALIGNMENT = 64  # elements, in megatron-core's buffers (param_and_gra
 _BUCKET_ALIGNMENT = 128
 # Parameters of a layer in the order in which megatron-core's modules without Transformer Engine register them.
 LAYER_ORDER = (
+    "input_layernorm.weight",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.post_layernorm.weight",
     "self_attention.linear_qkv.weight",
@@ -51,8 +52,16 @@ LAYER_ORDER = (
     "self_attention.conv1d.weight",
     "self_attention.out_norm.weight",
     "self_attention.out_proj.weight",
+    "self_attention.linear_q_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
     "pre_mlp_layernorm.weight",
     "mlp.router.weight",
+    "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared_experts.linear_fc2.weight",
@@ -66,13 +75,14 @@ LAYER_ORDER = (
 
 # Part that critic.freeze names -> what the names of its local parameters contain.
 _FROZEN = MappingProxyType({"attention": ".self_attention."})
+_NEVER_TRAINED = ".mlp.router.expert_bias"
 
 Range = tuple[int, int]  # elements [start, end) of a flattened local parameter
 
 
 def is_frozen(local: str, parts: Sequence[str]) -> bool:
-    """Return True if a local parameter belongs to one of the frozen parts (`critic.freeze`)."""
-    return any(_FROZEN[part] in local for part in parts)
+    """Return True if a local parameter belongs to one of the frozen parts (`critic.freeze`), or is never trained."""
+    return local.endswith(_NEVER_TRAINED) or any(_FROZEN[part] in local for part in parts)
 
 
 class Owners(NamedTuple):

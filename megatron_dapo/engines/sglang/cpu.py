@@ -2,9 +2,9 @@
 
 SGLang has a CPU mode of plain torch layers ("native"), taken when the CPU build of its kernel package is missing. Some
 modules nevertheless import names of that package, and of a torchvision built for CUDA, when they are imported. The
-stand-ins here let those imports pass and raise when called; none of them does arithmetic. There are two exceptions:
+stand-ins here let those imports pass and raise when called; none of them does arithmetic. There are three exceptions:
 sampling by a seed per request, whose random numbers SGLang computes with a Triton kernel, so that the same hash is
-given in torch; and layers in FP8 (`cpu_fp8`). Memory that SGLang pins for copies from a GPU is plain memory here.
+given in torch; layers in FP8 (`cpu_fp8`); and gated delta nets (`cpu_gated_delta`). Memory that SGLang pins for copies from a GPU is plain memory here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.engines.sglang import cpu_fp8
+from megatron_dapo.engines.sglang import cpu_fp8, cpu_gated_delta
 
 # Operators whose schema torchvision's Python half needs when sglang imports it (transformers' image processors do).
 TORCHVISION_STAND_INS = ("nms", "qnms")
@@ -37,6 +37,8 @@ def prepare_imports() -> None:
     if is_needed():
         _declare_torchvision_operators()
         _install(_kernel_package())
+        _install(cpu_gated_delta.module())
+        cpu_gated_delta.define_operators()
         _install(_hash_module())
 
 
@@ -49,6 +51,7 @@ def apply_to_sglang() -> None:
     if not is_needed():
         return
     from sglang.srt import batch_invariant_ops, server_args
+    from sglang.srt.models.deepseek_common import attention_backend_handler as latent_attention
     from sglang.srt.state_capturer import base as state_capturer
 
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
@@ -56,7 +59,10 @@ def apply_to_sglang() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
     state_capturer.BaseHostCache.__init__ = _keep_in_plain_memory
     _pin_nothing()
+    # Its own way to attend to a prompt does not read the cache, which is all that this backend reads.
+    latent_attention.AttentionBackendRegistry.register("torch_native", latent_attention._dispatch_mla_subtype)
     cpu_fp8.apply_to_sglang()
+    cpu_gated_delta.apply_to_sglang()
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,8 @@ def command(
             "dist-init-addr": meeting.init_address,
         }
     # Without sleep-on-idle a scheduler takes a whole core while it waits.
-    switches = ["skip-server-warmup", "sleep-on-idle"]
+    # A shared expert that SGLang fuses into the routed ones would lie in their buffers.
+    switches = ["skip-server-warmup", "sleep-on-idle", "disable-shared-experts-fusion"]
     if settings.draft_tokens:
         tokenizer = scratch / TOKENIZER
         arguments |= drafting_arguments(settings.draft_tokens, settings.draft_corpus_tokens, tokenizer)
@@ -221,6 +222,9 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         # An idle server would end itself over a difference in its accounts, which aborts and retractions can leave for a moment.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+        # What gated delta nets cache: convolutions' inputs without rounding them, states in fp32 as in training.
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,
+        "SGLANG_MAMBA_SSM_DTYPE": "float32",
     }
     if is_loopback(settings.host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

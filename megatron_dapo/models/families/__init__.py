@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.hooks import FAMILY, load_hook
-from megatron_dapo.models.families import gemma3, llama, qwen, qwen3_next
+from megatron_dapo.models.families import deepseek, gemma3, llama, qwen, qwen3_next
 from megatron_dapo.models.family import Family
 from megatron_dapo.untrusted import read_json
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **gemma3.FAMILIES, **qwen3_next.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **qwen.FAMILIES,
+    **gemma3.FAMILIES,
+    **qwen3_next.FAMILIES,
+    **deepseek.FAMILIES,
+}
 _BUILT_IN = frozenset(FAMILIES)
 
 

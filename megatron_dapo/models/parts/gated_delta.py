@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 
 _NET = "linear_attn."
+FLOAT32_IN_ENGINE = _NET + "A_log"  # SGLang keeps it in fp32 in a model of any type
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 
 

@@ -32,10 +32,7 @@ class GatedMlp(LayerPart):
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         yield Whole(self.norm, self.norm)
-        inner = engine_inner(self.inner, engine)
-        gate, up, down = gated_rows("mlp.", inner, "intermediate_size")
-        yield Stack("mlp.gate_up_proj.weight", (gate, up))
-        yield CutColumns("mlp.down_proj.weight", down)
+        yield from engine_gated("mlp.", engine_inner(self.inner, engine), "intermediate_size")
         if self.post_norm:
             yield Whole(self.post_norm, self.post_norm)
 
@@ -60,6 +57,12 @@ def megatron_gated(local: str, prefix: str, inner: int, field: str) -> tuple[Sta
     """Return Megatron's two buffers of one gated MLP: [gate rows; up rows], and columns of down."""
     gate, up, down = gated_rows(prefix, inner, field)
     return Stack(local + "linear_fc1.weight", (gate, up)), CutColumns(local + "linear_fc2.weight", down)
+
+
+def engine_gated(prefix: str, inner: int, field: str) -> tuple[Stack, CutColumns]:
+    """Return SGLang's two buffers of one gated MLP: [gate rows; up rows], and columns of down."""
+    gate, up, down = gated_rows(prefix, inner, field)
+    return Stack(prefix + "gate_up_proj.weight", (gate, up)), CutColumns(prefix + "down_proj.weight", down)
 
 
 def engine_inner(inner: int, engine: EngineCut) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.models.architecture import ModelArchitecture
@@ -150,15 +152,47 @@ def test_every_layout_loads_what_chunking_by_hand_gives(family, sizes, tied, mak
             assert report.bytes_read == 4 * report.num_elements
 
 
-def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_model_directory):
-    directory = make_model_directory("qwen3_moe")
+def fuse_experts(directory: Path) -> None:
+    """Store the experts of each layer as two tensors."""
     tensors = load_file(directory / "model.safetensors")
-    prefix = "model.layers.0.mlp.experts."
-    experts = [tensors.pop(f"{prefix}{expert}.down_proj.weight") for expert in range(8)]
-    save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, directory / "model.safetensors")
-    layout = megatron_layout(read_architecture(directory), ParallelLayout(1), torch.float32)
-    with pytest.raises(ValueError, match="experts.down_proj.*save_pretrained"):
-        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
+    for prefix in sorted({name.partition("experts.")[0] + "experts." for name in tensors if ".experts." in name}):
+        parts = {
+            kind: torch.stack([tensors.pop(f"{prefix}{expert}.{kind}.weight") for expert in range(8)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[prefix + "gate_up_proj"] = torch.cat((parts["gate_proj"], parts["up_proj"]), dim=1)
+        tensors[prefix + "down_proj"] = parts["down_proj"]
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2, "tensor": 2, "expert_tensor": 2, "sequence_parallel": True}])
+def test_experts_stored_in_one_tensor_are_read_one_by_one(sizes, make_model_directory):
+    directory = make_model_directory("qwen3_moe")
+    separate = load_file(directory / "model.safetensors")
+    world = 4 if sizes else 1
+    layout = megatron_layout(read_architecture(directory), ParallelLayout(world, **sizes), torch.float32)
+    expected = [_empty_parameters(layout, rank) for rank in range(world)]
+    for rank, parameters in enumerate(expected):
+        load_from_huggingface(directory, layout, rank, parameters)
+    fuse_experts(directory)
+    with HFCheckpoint(directory) as stored:
+        assert stored.specs.keys() == separate.keys()
+        assert all(torch.equal(stored.read_tensor(name), tensor) for name, tensor in separate.items())
+    for rank, parameters in enumerate(expected):
+        again = _empty_parameters(layout, rank)
+        report = load_from_huggingface(directory, layout, rank, again)
+        assert all(torch.equal(again[name], values) for name, values in parameters.items())
+        assert report.bytes_read == 4 * report.num_elements
+
+
+def test_experts_of_an_odd_number_of_rows_are_refused(make_model_directory):
+    directory = make_model_directory("qwen3_moe")
+    fuse_experts(directory)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    save_file({**tensors, name: tensors[name][:, 1:].clone()}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="gate_up_proj .* does not hold gate_proj and up_proj"):
+        HFCheckpoint(directory)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -201,7 +201,7 @@ def test_incomplete_megatron_directory_fails(make_model_directory, tmp_path, cap
 def test_layout_or_target_that_does_not_fit(make_model_directory, tmp_path, capsys):
     directory = make_model_directory("llama")
     assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 3) == 2
-    assert "3 does not divide num_attention_heads 8" in capsys.readouterr().err
+    assert "3 is neither a multiple nor a divisor of num_key_value_heads 4" in capsys.readouterr().err
     (tmp_path / "cut").mkdir()
     assert hf_to_megatron(directory, tmp_path / "cut") == 2
     assert "exists already" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -23,6 +24,7 @@ from megatron_dapo.engines import embedded
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.engines.prefill import Prefill
+from megatron_dapo.models.parts.experts import EXPERT_BIAS
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
 
@@ -67,6 +69,7 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(**SIZES, **GEMMA3),
     "qwen3.5": lambda: Qwen3_5TextConfig(**{**SIZES, **DELTA}, tie_word_embeddings=True),
     "qwen3 next": lambda: Qwen3NextConfig(**{**SIZES, **DELTA}, **EXPERTS, tie_word_embeddings=False),
+    "deepseek": lambda: DeepseekV3Config(**{**SIZES, **DEEPSEEK}),
 }
 DELTA = {
     "num_hidden_layers": 3,
@@ -85,6 +88,21 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
     "norm_topk_prob": True,
+}
+DEEPSEEK = {  # values have fewer dims than keys
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
 }
 GEMMA3 = {
     "head_dim": 16,
@@ -105,11 +123,17 @@ def reference_model(name: str = "qwen2 tied", seed: int = 0) -> torch.nn.Module:
         for parameter in model.parameters():  # sharper than the default initialization, so that logits matter
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
+        for bias in router_biases(model).values():
+            bias.copy_(0.3 * torch.randn(bias.shape))
     return model
 
 
+def router_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS)}
+
+
 def load(engine: EmbeddedEngine, model: torch.nn.Module) -> None:
-    source = stored_tensors(dict(model.named_parameters()))
+    source = stored_tensors({**dict(model.named_parameters()), **router_biases(model)})
     destination = engine.parameters_by_name()
     assert set(source) == set(destination)
     for name, tensor in destination.items():

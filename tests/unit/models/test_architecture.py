@@ -250,7 +250,7 @@ def test_linear_rope_with_the_old_key():
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; supported are gemma3, gemma3_text, llama, qwen2, qwen3",
+            "'mixtral' is not supported; supported are deepseek_v3, gemma3, gemma3_text, llama, qwen2, qwen3",
         ),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
@@ -325,7 +325,7 @@ def test_published_gemma_3(config, num_parameters):
         ({"architectures": ["Gemma3TextModel"]}, "Gemma3TextModel.*only .'Gemma3ForCausalLM'"),
         (
             {"model_type": "gemma2", "architectures": None},
-            "'gemma2' is not supported; supported are gemma3, gemma3_text",
+            "'gemma2' is not supported; supported are deepseek_v3, gemma3, gemma3_text",
         ),
         ({"model_type": "gemma3n", "architectures": None}, "'gemma3n' is not supported"),
         ({"altup_num_inputs": 4}, "unknown field altup_num_inputs = 4"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config, Qwen3NextConfig
 
+from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.models.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.models.config_json import parse_architecture
 
@@ -144,6 +145,12 @@ def test_the_language_model_of_a_qwen3_5_is_the_text_model() -> None:
     fields = vars(parse_architecture(TEXT))
     beside = {**vars(parse_architecture(QWEN3_5)), "model_type": "qwen3_5_text", "vision_parameters": 0}
     assert beside == fields and isinstance(parse_architecture(TEXT), ModelArchitecture)
+
+
+def test_only_the_decay_is_fp32_in_an_engine_of_another_type() -> None:
+    specs = sglang_layout(parse_architecture(TEXT), 2, torch.bfloat16).local_specs(1)
+    wide = {name for name, spec in specs.items() if spec.dtype == torch.float32}
+    assert wide == {f"model.layers.{layer}.linear_attn.A_log" for layer in range(24) if layer % 4 != 3}
 
 
 @pytest.mark.parametrize(
