@@ -109,13 +109,13 @@ class ChaoticRun:
         """Between two parts: a kill, an evaluation, or a checkpoint, which has the step's parts as untrained."""
         self.events["parts"] += 1
         draw = self.chance.random()
-        if draw < 0.03:
+        if draw < 0.06:
             raise _Killed
-        if draw < 0.08:
+        if draw < 0.11:
             with self.rollout.paused():
                 assert self.world.engine.num_unfinished == 0
                 self._require_balance()
-        elif draw < 0.13:
+        elif draw < 0.16:
             self._save()
 
     def _end(self) -> None:
