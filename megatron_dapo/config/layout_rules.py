@@ -302,6 +302,15 @@ def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator
         yield UnusableInput("model.lora.sync", text, 'set model.lora.sync = "merged", or leave them out of model.lora.targets')
 
 
+def unsaved_types(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
+    """Yield the violation of a bf16 model with fp32 tensors, which checkpoints of a run cannot hold: they have one type."""
+    last = architecture.layer_shapes(architecture.num_layers - 1)
+    mixed = next((name for name in last if architecture.is_float32(name)), "")
+    if mixed and config.model.dtype != "float32":
+        reason = f"{architecture.model_type}: {mixed} is fp32, and a run's checkpoints hold parameters of one type"
+        yield UnusableInput("model.dtype", reason, 'set model.dtype = "float32"')
+
+
 def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:
     """Yield a violation for every weight whose size on a rank of the layout the FP8 recipe does not support."""
     recipe, tensor = config.precision.recipe, value_of(config, layout).tp_size

@@ -29,6 +29,7 @@ from megatron_dapo.config.layout_rules import (
     layout_facts,
     missing_targets,
     unfit_shapes,
+    unsaved_types,
     world_rules,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
@@ -82,6 +83,7 @@ def validate(
         found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE), config, sizes, outside.keys())
         found += unfit_shapes(config, architecture, POLICY)
         found += missing_targets(config, architecture)
+        found += unsaved_types(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.
     if own >= processes >= 1:

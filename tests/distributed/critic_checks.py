@@ -22,6 +22,7 @@ from actor_checks import (
     ragged_batch,
     random_weight,
     snapshot,
+    stored_buffers,
     take_over,
 )
 from actor_checks import loss_fn as policy_loss
@@ -102,7 +103,8 @@ def _freeze_attention(model: Any, family: str) -> None:
 
 
 def _whole(kind: str, model: Any, of: Any) -> dict[str, torch.Tensor]:
-    tensors = {name: of(parameter).clone() for name, parameter in model.named_parameters()}
+    whole = {**dict(model.named_parameters()), **stored_buffers(model)}
+    tensors = {name: of(tensor).clone() for name, tensor in whole.items()}
     return {f"{kind}/{name}": tensor.contiguous() for name, tensor in stored_tensors(tensors).items()}
 
 

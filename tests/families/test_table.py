@@ -25,10 +25,12 @@ from tests.reshard_oracles import execute_in_memory
 
 
 class Row(NamedTuple):
-    """A family: the name of its tiny model in `actor_checks.MODELS`, and whether its layers may have experts."""
+    """A family: the name of its tiny model in `actor_checks.MODELS`, whether its layers may have experts, and the
+    type in which its memory is planned and its checkpoints are saved."""
 
     model: str
     experts: bool = False
+    dtype: str = "bfloat16"
 
 
 FAMILIES = {
@@ -40,7 +42,7 @@ FAMILIES = {
     "qwen3_5_text": Row("qwen3.5"),
     "qwen3_next": Row("qwen3-next", experts=True),
     "qwen3_5_moe_text": Row("qwen3.5-moe", experts=True),
-    "deepseek_v3": Row("deepseek", experts=True),
+    "deepseek_v3": Row("deepseek", experts=True, dtype="float32"),
 }
 TENSOR_PIPELINE = {"tensor": 2, "pipeline": 2}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
@@ -188,7 +190,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family: str, referen
 
     row = FAMILIES[family]
     cases = [
-        {"model": row.model, "layout": SEQUENCE, "distributed": True, "dtype": "bfloat16"},
+        {"model": row.model, "layout": SEQUENCE, "distributed": True, "dtype": row.dtype},
         {"model": row.model, "layout": {"pipeline": 2}, "distributed": False},
     ]
     arguments = {"references": references_of(row.model), "cases": cases}
@@ -205,7 +207,7 @@ def test_a_checkpoint_is_the_same_bits_in_another_layout(family: str, references
 
     row = FAMILIES[family]
     there, back = layouts(row)[0], layouts(row)[2]
-    case = {"model": row.model, "source": {"layout": there}, "target": {"layout": back}, "dtype": "bfloat16"}
+    case = {"model": row.model, "source": {"layout": there}, "target": {"layout": back}, "dtype": row.dtype}
     directory = references_of(row.model)
     arguments = {
         "references": directory,
@@ -225,12 +227,12 @@ def test_planned_bytes_are_those_of_every_rank(family: str, references_of: Any, 
     row, architecture = FAMILIES[family], architecture_of(family)
     names = {"tensor": "tp_size", "pipeline": "pp_size", "context": "cp_size", "expert": "ep_size"}
     names["virtual_pipeline"] = "vpp_size"
-    cases = [{"model": row.model, "layout": layout, "dtype": "bfloat16"} for layout in layouts(row)[:3]]
+    cases = [{"model": row.model, "layout": layout, "dtype": row.dtype} for layout in layouts(row)[:3]]
     arguments = {"cases": cases, "references": references_of(row.model), "configs": ""}
     for case, ranks in zip(cases, run_distributed("memory_checks:bytes_of_ranks", 4, arguments), strict=True):
         parallel = {names.get(name, name): size for name, size in case["layout"].items()}
         config = config_from_dict(
-            {"model": {"path": "/m", "dtype": "bfloat16"}, "data": {"train_paths": ["/t"]}, "parallel": parallel}
+            {"model": {"path": "/m", "dtype": row.dtype}, "data": {"train_paths": ["/t"]}, "parallel": parallel}
         )
         planned = [stage_memory(config, architecture, 4, rank["stage"]) for rank in ranks]
         assert [rank["weights"] for rank in ranks] == [memory.weights for memory in planned], case
