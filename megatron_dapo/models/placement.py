@@ -135,6 +135,11 @@ class LayerPart:
         return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) == 2)
 
     @property
+    def never_trained(self) -> int:
+        """Elements of a rank's parameters that no run trains."""
+        return 0
+
+    @property
     def attention_width(self) -> int:
         """Elements of a token's queries, which are multiplied by the keys and by the values of every token before it."""
         return 0

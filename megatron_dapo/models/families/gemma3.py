@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dapo.models.blocks import LocalAttention
-from megatron_dapo.models.config_fields import fields_beside_vision, object_of, positive, positive_number, read_rope, required
+from megatron_dapo.models.config_fields import (
+    fields_beside_vision,
+    object_of,
+    positive,
+    positive_number,
+    read_rope,
+    required,
+)
 from megatron_dapo.models.family import FULL_ATTENTION, LOCAL_ATTENTION, Family, Fields, Serving
 
 # Published configs leave out fields with these values, the defaults of transformers' Gemma3TextConfig. The two rotary

@@ -56,5 +56,9 @@ class RoutedExperts(LayerPart):
             yield from engine_gated(_SHARED, self.shared // self.inner * inner, _SHARED_FIELD)
 
     @property
+    def never_trained(self) -> int:
+        return self.num_experts * self.bias
+
+    @property
     def weights_per_token(self) -> int:
         return self.hidden * (self.num_experts + 3 * (self.inner * self.num_per_token + self.shared))

@@ -16,6 +16,7 @@ from megatron_dapo.plan.memory.parameters import (
     NUM_MOMENTS,
     RankParameters,
     attention_parameters,
+    never_trained,
     optimizer_share,
     own_share,
     rank_parameters,
@@ -117,10 +118,10 @@ def stage_memory(
 ) -> ModelMemory:
     """Return the memory of a trained model on each rank of a pipeline stage."""
     held = rank_parameters(architecture, config.parallel, stage, has_value_head)
-    trained = held
+    frozen = never_trained(architecture, config.parallel, stage)
     if has_value_head and config.critic.freeze:  # its attention
-        frozen = attention_parameters(architecture, config.parallel, stage)
-        trained = replace(held, dense=held.dense - frozen)
+        frozen += attention_parameters(architecture, config.parallel, stage)
+    trained = replace(held, dense=held.dense - frozen)
     has_adapters = bool(config.model.lora.rank) and not has_value_head
     if has_adapters:
         trained = rank_adapters(config, architecture, stage)

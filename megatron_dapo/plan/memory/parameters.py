@@ -77,6 +77,12 @@ def attention_parameters(architecture: ModelArchitecture, parallel: ParallelConf
     return sum(count * _part_parameters(parts[0], *_cut(parallel))[0] for parts, count in kinds)
 
 
+def never_trained(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
+    """Return the elements of a pipeline stage that no run trains, on each rank."""
+    kinds = _kinds_of_stage(architecture, parallel, stage)
+    return sum(count * sum(part.never_trained for part in parts) for parts, count in kinds)
+
+
 def _kinds_of_stage(
     architecture: ModelArchitecture, parallel: ParallelConfig, stage: int
 ) -> Iterator[tuple[tuple[LayerPart, ...], int]]:
