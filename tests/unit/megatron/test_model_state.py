@@ -59,7 +59,8 @@ def test_parts_and_pieces_of_others_and_other_memory_are_not_read_in_place():
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path: Path, own: dict, told: str):
     state = random_state({"w": torch.zeros(2, 4, dtype=torch.bfloat16)})
     directory = save_states(tmp_path, 1, {"policy": state})
-    model = SimpleNamespace(tensors=SimpleNamespace(tensors={name: TensorSpec(*spec) for name, spec in own.items()}))
+    tensors = SimpleNamespace(tensors={name: TensorSpec(*spec) for name, spec in own.items()})
+    model = SimpleNamespace(trained_tensors=tensors, adapter_description=lambda: None)
     with SavedModel(directory) as saved, pytest.raises(OtherModelError) as caught:
         _check_tensors(saved, model)
     message = str(caught.value)
