@@ -170,9 +170,10 @@ def fused_rmsnorm_gated_cpu(x: torch.Tensor, weight: torch.Tensor, z: torch.Tens
     return (F.rms_norm(x.float(), weight.shape, weight.float(), eps) * F.silu(z.float())).to(x.dtype)
 
 
-def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply x by the sigmoid of the gate, in place."""
-    x.mul_(gate.reshape(x.shape).float().sigmoid().to(x.dtype))
+def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """Multiply x by the sigmoid of the gate, in place, and return it. SGLang 0.5.17 passes `inplace` and takes the answer."""
+    assert inplace, "SGLang asks for nothing else"
+    return x.mul_(gate.reshape(x.shape).float().sigmoid().to(x.dtype))
 
 
 def fused_gate_sigmoid_mul_add(
