@@ -58,8 +58,8 @@ def command(recipe: Path, directory: Path, python: Path, *overrides: str, layout
     ]
 
 
-def finish(recipe: Path, directory: Path, python: Path, *overrides: str) -> None:
+def finish(recipe: Path, directory: Path, python: Path, *overrides: str, layout: str = "tp2") -> None:
     """Run `command` to its end."""
-    started = command(recipe, directory, python, *overrides)
+    started = command(recipe, directory, python, *overrides, layout=layout)
     done = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -27,7 +27,7 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
@@ -56,7 +56,7 @@ SIZES = {
     "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,
 }
-NEXT = "model.layers.3.eh_proj.weight"  # of the layer after the last one, which predicts a further token
+NEXT = "model.layers.4.eh_proj.weight"  # of the layer after the last one, which predicts a further token
 
 
 def save_model(directory: Path, **fields: Any) -> Path:
@@ -93,8 +93,8 @@ def test_every_version_arrives(server_factory: Callable[..., SglangServer], tmp_
 def test_a_dapo_run_trains_what_it_samples(engine_python: Path, tmp_path: Path) -> None:
     """Mean |d log-prob| between the server and the trainer at every step; the export is a model of the same names."""
     model, run = add_tokenizer(save_model, tmp_path / "model"), tmp_path / "run"
-    settings = (f'model.path="{model}"', "parallel.sequence_parallel=true", *UNTRAINED)
-    finish(write_recipe(tmp_path), run, engine_python, *settings)
+    settings = (f'model.path="{model}"', *UNTRAINED)
+    finish(write_recipe(tmp_path), run, engine_python, *settings, layout="pp2")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["mismatch/abs_logprob_diff_mean"] for step in steps]
     assert len(gaps) == 3 and max(gaps) < 1e-4, gaps
