@@ -4,7 +4,7 @@
 
 gradient_error   relative difference of the gradient, all tensors as one vector, from plain transformers in fp64: the largest over
                  TP2, PP2 and CP2 and the three divergences. An fp32 student of 4 layers, two teachers of other sizes and
-                 padding, a ragged batch that each teaches a part, one of them after a prompt of its own. worst_tensor_error is that of the worst tensor
+                 padding, a ragged batch that each teaches a part, one of them after a longer prompt. worst_tensor_error is that of the worst tensor
 memory_ratio     peak memory of the divergence, forward and backward, over that from both models' logits, worst of the three:
                  a process's high-water mark beyond inputs and gradients
 time_ratio       CPU seconds of the same, forward / backward in tiles over logits, of the reverse divergence
@@ -85,7 +85,7 @@ def batch() -> tuple[list[Any], list[float]]:
     samples = [replace(one, source=SOURCES[one.group_index]) for one in make_batch(203).samples]
     generator = torch.Generator().manual_seed(1)
     for index, sample in enumerate(samples):
-        length = int(torch.randint(1, 30, (), generator=generator))  # of what the second teacher reads before a response
+        length = int(torch.randint(1, 30, (), generator=generator))
         prompt = torch.randint(0, 203, (length,), generator=generator, dtype=torch.int32)
         if sample.source in TEACHERS[1]["sources"]:
             samples[index] = replace(sample, teacher_prompts=torch.cat((torch.tensor([length], dtype=torch.int32), prompt)))

@@ -72,10 +72,10 @@ def whole_model(checkpoint: Checkpoint, name: str, source: Path) -> Iterator[Sto
         yield MergedModel(base, read_architecture(source), model, model.lora)
 
 
-def require_base(lora: AdapterDescription, source: Path, where: Path) -> None:
-    """Raise ValueError unless `source` is the model that the adapters in `where` belong to."""
+def require_base(lora: AdapterDescription, source: Path, checkpoint: Path) -> None:
+    """Raise ValueError unless `source` is the model that the adapters in `checkpoint` belong to."""
     own = replace(lora, base_path=str(source), base_fingerprint=base_fingerprint(source))
-    lora.require_same_as(own, str(where))
+    lora.require_same_as(own, str(checkpoint))
 
 
 def export_adapters(path: Path, target: Path, source: Path | None = None, verifies: bool = True) -> int:

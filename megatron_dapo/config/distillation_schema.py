@@ -113,7 +113,7 @@ class DistillationConfig(Section):
 
     @property
     def readers(self) -> tuple[TeacherConfig, ...]:
-        """Teachers with a prompt of their own."""
+        """Teachers with a separate prompt."""
         return tuple(teacher for teacher in self.teachers if teacher.prompt)
 
     def readers_of(self, source: str) -> tuple[TeacherConfig, ...]:

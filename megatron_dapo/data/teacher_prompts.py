@@ -44,14 +44,14 @@ class TeacherPrompts:
 
     def require(self, prompts: Iterable[Prompt], max_tokens: int) -> None:
         """Raise ValueError if a teacher's prompt lacks a column or is longer than `max_tokens`."""
-        longest, where = 0, ""
+        longest, source = 0, ""
         for prompt in prompts:
             for teacher in self.section.teachers_of(prompt.source_name):
                 if teacher.prompt and (length := len(self.of(teacher, prompt))) > longest:
-                    longest, where = length, f"the prompt of teacher {teacher.name} for {prompt.messages[-1]['content'][:80]!r}"
+                    longest, source = length, f"the prompt of teacher {teacher.name} for {prompt.messages[-1]['content'][:80]!r}"
         if longest > max_tokens:
             raise ValueError(
-                f"distillation.teachers: {where} has {longest} tokens, data.max_prompt_tokens is {max_tokens}: set it to at least "
+                f"distillation.teachers: {source} has {longest} tokens, data.max_prompt_tokens is {max_tokens}: set it to at least "
                 f"{longest}, or shorten the column"
             )
 

@@ -108,14 +108,14 @@ class Adapter(torch.nn.Module):
         return _Scaled.apply(F.linear(self.scale * small, self._wide()), share, 1.0)
 
     def _wide(self) -> torch.Tensor:
-        """Return B as [rows, m r]: a row multiplies the numbers of its own matrix only."""
+        """Return B as [rows, m r]: a row multiplies only its matrix's numbers."""
         if self.places is None:
             return self.b
         return (self.b[:, None] * self.places[:, :, None]).flatten(1)
 
 
 def _places(buffers: AdapterBuffers, settings: dict[str, Any]) -> torch.Tensor | None:
-    """Return [rows, m] with 1 where a row belongs to a matrix; None if all rows belong to one."""
+    """Return [rows, m] with 1 if a row belongs to a matrix; None if all rows belong to one."""
     places = torch.zeros(buffers.b.shape[0], len(buffers.matrices), **settings)
     stack = {shard.tensor: place for place, shard in enumerate(buffers.a.shards)}
     for shard in buffers.b.shards:
@@ -140,7 +140,7 @@ class _Scaled(torch.autograd.Function):
 def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale: float, rank: int) -> None:
     """Freeze the chunks and add the adapters of `layout`, whose weights are NaN until loaded.
 
-    Raise ValueError for a layer that has no module of its own (grouped experts).
+    Raise ValueError for a layer without a separate module (grouped experts).
     """
     for chunk in map(unwrap, chunks):
         if getattr(chunk.config, "use_transformer_engine_op_fuser", False):

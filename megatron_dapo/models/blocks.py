@@ -76,7 +76,7 @@ class MixtureOfExperts:
     layers: frozenset[int]  # layers with experts; the others have a dense MLP
     gated_shared_size: int = 0  # width of an expert for every token, times a sigmoid of a projection; 0: none
     routing: GroupedRouting | None = None
-    shared_intermediate_size: int = 0  # of an MLP that every token also goes to
+    shared_intermediate_size: int = 0  # the shared MLP's, which every token passes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class GatedDelta:
     layers: frozenset[int]
     key_heads: int
     value_heads: int  # a multiple of `key_heads`
-    key_dim: int  # of a head
+    key_dim: int  # a head's
     value_dim: int
     kernel_size: int  # tokens that the convolution reads, a token itself included
     fused: bool  # how a checkpoint holds the projections (`parts.gated_delta`)

@@ -19,7 +19,7 @@ from megatron_dapo.models.placement import LayerPart
 if TYPE_CHECKING:
     from megatron_dapo.models.architecture import ModelArchitecture
 
-Fields = Mapping[str, Any]  # of config.json
+Fields = Mapping[str, Any]  # config.json's
 # Values of layer_types.
 FULL_ATTENTION, LOCAL_ATTENTION, GATED_DELTA = "full_attention", "sliding_attention", "linear_attention"
 
@@ -63,7 +63,7 @@ def no_features(config: Fields) -> dict[str, Any]:
 class Serving:
     """Properties of SGLang's class of a family."""
 
-    prefix: str = ""  # of the names of all its parameters
+    prefix: str = ""  # all its parameters' names begin with it
     whole_embedding: bool = False  # every rank holds the whole embedding, which also computes the logits
     ties_output: bool = True  # False: the class has a separate output matrix even if config.json ties it
     dense_layers: bool = True  # False: every layer of a model with experts is built with experts

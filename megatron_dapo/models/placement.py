@@ -9,6 +9,7 @@ over the `count` ranks of an axis (tensor-parallel ranks; for experts, those tha
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Rows:
     name: str
     blocks: int
     block: int = 1  # rows
-    field: str = ""  # of config.json, which gives the number of blocks
+    field: str = ""  # config.json's name of the number of blocks
     replicates: bool = False  # there may be fewer blocks than ranks
     start: int = 0  # first row: several `Rows` may share a tensor that a checkpoint holds fused
     end: int | None = None  # row after the last one; None: the tensor's
@@ -99,7 +100,7 @@ class StackedExperts:
     num_experts: int
     local: str  # prefix of both buffers
     name: str  # prefix of an expert's matrices, with a place for its number
-    inner: int  # with padding
+    inner: int  # padding included
 
 
 Placement = Whole | Stack | Interleaved | CutColumns | PerExpert | StackedExperts
@@ -114,20 +115,20 @@ class EngineCut:
     pads: bool = False
 
 
-class LayerPart:
+class LayerPart(ABC):
     """A kind of part of a layer with its sizes: attention, MLP, experts. It knows its tensors on all three sides."""
 
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape, in the order of a forward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def megatron(self) -> Iterator[Placement]:
         """Yield the buffers of a Megatron rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         """Yield the buffers of an SGLang rank, in the order of its parameters."""
-        raise NotImplementedError
 
     @property
     def weights_per_token(self) -> int:

@@ -66,16 +66,16 @@ class AdapterDescription:
             raise ValueError(f"adapters of rank {one_line(found.rank, 50)} and alpha {one_line(found.alpha, 50)}")
         return found
 
-    def require_same_as(self, own: AdapterDescription, where: str) -> None:
-        """Raise ValueError if adapters described by this, from `where`, mean something else in the model of `own`."""
+    def require_same_as(self, own: AdapterDescription, source: str) -> None:
+        """Raise ValueError if adapters described by this, from `source`, mean something else in the model of `own`."""
         if self.base_fingerprint != own.base_fingerprint:
             raise ValueError(
-                f"{where}: its adapters belong to the weights of {self.base_path}, and model.path = {own.base_path} has other "
+                f"{source}: its adapters belong to the weights of {self.base_path}, and model.path = {own.base_path} has other "
                 "ones; set model.path to that model, or start a new run"
             )
         if self.scale != own.scale:
             raise ValueError(
-                f"{where}: its adapters were trained with alpha / rank = {self.alpha:g} / {self.rank}, not {own.alpha:g} / "
+                f"{source}: its adapters were trained with alpha / rank = {self.alpha:g} / {self.rank}, not {own.alpha:g} / "
                 f"{own.rank}; set model.lora.alpha = {self.alpha:g}, or start a new run"
             )
 

@@ -103,7 +103,7 @@ def _keep_in_plain_memory(
 
 
 def _pin_nothing() -> None:
-    """Let torch give plain memory where SGLang's adapters ask for pinned memory, which needs an accelerator."""
+    """Let torch give plain memory if SGLang's adapters ask for pinned memory, which needs an accelerator."""
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ class GroupedQueryAttention(LayerPart):
     heads: int
     groups: int  # key-value heads
     head_dim: int
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False  # queries, keys and values have one
     qk_norm: bool = False
     post_norm: bool = False
 

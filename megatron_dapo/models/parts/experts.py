@@ -23,7 +23,7 @@ class RoutedExperts(LayerPart):
     num_experts: int
     inner: int  # one expert's
     num_per_token: int
-    bias: bool = False  # of the choice of experts
+    bias: bool = False  # added to the scores that choose experts
     shared: int = 0  # intermediate size of the shared one, a multiple of `inner`; 0: none
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -143,8 +143,8 @@ def test_a_qwen3_5_has_the_parameters_of_transformers_model_and_carries_its_towe
 
 def test_the_language_model_of_a_qwen3_5_is_the_text_model() -> None:
     fields = vars(parse_architecture(TEXT))
-    beside = {**vars(parse_architecture(QWEN3_5)), "model_type": "qwen3_5_text", "vision_parameters": 0}
-    assert beside == fields and isinstance(parse_architecture(TEXT), ModelArchitecture)
+    language_model = {**vars(parse_architecture(QWEN3_5)), "model_type": "qwen3_5_text", "vision_parameters": 0}
+    assert language_model == fields and isinstance(parse_architecture(TEXT), ModelArchitecture)
 
 
 def test_only_the_decay_is_fp32_in_an_engine_of_another_type() -> None:
