@@ -7,14 +7,13 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_dapo.engines.sglang.keys import create_key
-from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.versions import api_version_of
 
@@ -166,18 +165,6 @@ def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
         return shared_servers.shared(model_path, **fields)
 
     return server
-
-
-@pytest.fixture(scope="session")
-def attach(filled_server: Callable[..., SglangServer], tiny_model: Path) -> Callable[..., AttachedServer]:
-    """`attach(**fields of Expectation)`: a connection, not yet made, to a running server of `tiny_model`, of which this is
-    expected."""
-
-    def attached(**fields: object) -> AttachedServer:
-        server = filled_server(tiny_model)
-        return AttachedServer(server.url, server.key_file, replace(server.expectation, **fields))
-
-    return attached
 
 
 @pytest.fixture(scope="session")

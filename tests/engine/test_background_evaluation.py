@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from sglang_runs import ENVIRONMENT, command
 
 from megatron_dapo.launch.local import worker_pid_file
@@ -33,6 +34,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+@pytest.mark.long  # tests/unit/trainer/test_loop.py has the order of evaluations, checkpoints and versions
 def test_a_run_killed_during_an_evaluation_repeats_it(engine_python: Path, tmp_path: Path) -> None:
     recipe, directory, log = write_recipe(tmp_path), tmp_path / "run", tmp_path / "run.log"
     held_out = f'data.eval_paths=["{tmp_path / "heldout.jsonl"}"]'

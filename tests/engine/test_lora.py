@@ -17,8 +17,9 @@ SYNCS = {
 }
 
 
+@pytest.mark.long  # tests/unit/bridge/transports/test_adapters.py has a stand-in; tests/distributed/test_lora.py trains adapters
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sync", [pytest.param("merged", marks=pytest.mark.long), "adapters"])
+@pytest.mark.parametrize("sync", ["merged", "adapters"])
 def test_servers_generate_with_the_adapters_of_each_step(engine_python: Path, tmp_path: Path, sync: str) -> None:
     """Parity has a gate at every weight sync: 1e-4 nats between both sides, after steps that change log-probs by far more."""
     run = tmp_path / "run"

@@ -16,7 +16,8 @@ import pytest
 
 from tools.virtual_cluster import unavailable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# tests/unit/engines/sglang/test_lifeline.py ends the parts with each other; test_p2p_weight_sync.py has two ranks on one node.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 ADDRESSES = ("10.91.0.1", "10.91.0.2")
 # A node's own shared memory: ranks must not believe that they are neighbors.
 IN_NODE = ["unshare", "--mount", "--ipc", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]

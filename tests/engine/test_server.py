@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from megatron_dapo.engines.sglang import protocol
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.server import AttachedServer, Expectation, SglangServer
+from megatron_dapo.engines.sglang.server import AttachedServer, EngineStartError, Expectation, SglangServer
 from tools.listening import listening_sockets
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -82,6 +83,22 @@ def test_attaching_by_url_checks_the_server_and_never_stops_it(server: SglangSer
     assert attached.wait_until_healthy() == server.info
     attached.stop()
     assert attached.is_alive() and server.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "refusal"),
+    [
+        ({"max_support": 12}, "records up to 0 ids that a token was drawn from, and rollout.top_k is 12"),
+        ({"update_pause": "retract"}, 'sglang.update_pause = "retract" needs SGLang 0.5.23 or newer'),
+    ],
+)
+def test_a_server_without_labels_is_refused(
+    server: SglangServer, labels_tokens: bool, wanted: dict[str, Any], refusal: str
+) -> None:
+    if labels_tokens:
+        pytest.skip("this SGLang labels tokens")
+    with pytest.raises(EngineStartError, match=refusal):
+        AttachedServer(server.url, server.key_file, replace(server.expectation, **wanted)).wait_until_healthy()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_dapo.trainer.batch_header import sequences_of
 from megatron_dapo.trainer.teacher_servers import TeacherServers
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
 
+pytestmark = pytest.mark.long  # tests/e2e/test_distillation.py trains on the answers of a stand-in
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "base_model"
 START_S = 400.0
 SERVER = (
