@@ -39,8 +39,8 @@ class PrecisionRecipe:
     size_multiple: int = 1  # required of both sizes of a linear layer's weight on a rank
     token_multiple: int = 1  # required of a rank's tokens in a micro-batch
     dtype: str = ""  # the model's type, if the recipe fixes it
-    has_state: bool = False  # in addition to the parameters
-    products: str = "in the type of the operands"  # for logs
+    has_state: bool = False  # more state than the parameters
+    products: str = "in the type of the operands"  # text for logs
 
 
 RECIPES: Mapping[str, PrecisionRecipe] = MappingProxyType(

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
-CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]  # of a tool call
+CallStatus = Literal["ok", "unparsable", "unknown_tool", "bad_arguments", "error", "timeout", "refused"]
 # "abort", and "window" at the end of a window: it continues.
 EpisodeEnd = Literal["done", "max_turns", "max_tokens", "max_context", "length", "seconds", "lost", "abort", "window"]
 # Dynamic sampling's decision on a group. "unscored": a verifier process was lost, whatever the filter.
 FilterDecision = Literal["kept", "all_wrong", "all_right", "rejected", "unscored"]
-IS_LOST = "is_lost"  # in the details of a score that the machine prevented, not the response
+IS_LOST = "is_lost"  # key in a score's details: the machine, not the response, prevented the score
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Prompt:
     answer: str  # gold answer, already validated
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
-    source: str = ""  # of data.sources or data.eval_paths, for metrics; "": the rows' own data_source
+    source: str = ""  # name in data.sources or data.eval_paths, for metrics; "": the rows' own data_source
     begins_episode: bool = False  # it is played with an environment
 
     @property
@@ -120,7 +120,7 @@ class TokenRun:
 
     start: int
     end: int
-    is_sampled: bool  # by an engine; otherwise the environment's
+    is_sampled: bool  # False: the environment's text
     is_trained: bool  # sampled, and the policy learns from it
 
 
@@ -469,7 +469,7 @@ class CriticContext:
 class TrainSample:
     """One sequence as the trainer sees it. Response token j is tokens[prompt_length + j]."""
 
-    sample_id: str  # for an episode's segments: "<sample_id of the episode>#<segment>"
+    sample_id: str  # an episode's segments: "<sample_id of the episode>#<segment>"
     group_index: int  # index of its group within the rollout batch
     # [T] int32. Tokens, log-probs, routing and support have no memory on ranks that do not pack the sample.
     tokens: torch.Tensor

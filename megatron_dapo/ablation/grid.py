@@ -1,6 +1,6 @@
 """Grid files: variants of a recipe and seeds.
 
-    recipe = "../quickstart/quickstart.toml"    # from the grid's directory
+    recipe = "../quickstart/quickstart.toml"    # relative to the grid's directory
     seeds = [1, 2, 3]
     baseline = "GRPO"
 
@@ -13,7 +13,7 @@
 
     [[variants]]
     name = "+ clip-higher"
-    after = "GRPO"                              # that variant's overrides come first
+    after = "GRPO"                              # GRPO's overrides come first
     set = { algorithm.loss.clip_ratio_high = 0.28 }
 
 Order: the recipe, [set], the variants named by `after`, the variant's own `set`, --set. Seed s of a variant is run.seed = s

@@ -26,7 +26,7 @@ from megatron_dapo.files.linux import signal_at_parents_death
 
 COMMAND = (sys.executable, "-m", "megatron_dapo.cli.main")
 _POLL_S = 0.1
-_KILL_AFTER_S = 120.0  # after the stop signal, as a run saves a checkpoint before it exits
+_KILL_AFTER_S = 120.0  # A stopped run saves a checkpoint before it exits.
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class QueueResult:
 
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # one line each
-    was_stopped: bool = False  # by a signal or a limit, with runs left
+    was_stopped: bool = False  # A signal or a limit came while runs were left.
 
 
 @dataclass

@@ -132,7 +132,7 @@ POLICY_LOSSES: dict[str, Callable[[PolicyLossInputs, Any], tuple[torch.Tensor, M
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "gspo_token": gspo_token,
-    "luspo": gspo,  # with another aggregation, see LuspoLossConfig
+    "luspo": gspo,  # The aggregation differs, see LuspoLossConfig.
     "gmpo": gmpo,
     "fipo": fipo,
     "cispo": cispo,

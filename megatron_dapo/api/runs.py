@@ -62,7 +62,7 @@ class Response:
     """A sampled response."""
 
     prompt: int  # index of its prompt
-    text: str  # without special tokens
+    text: str  # no special tokens
     token_ids: np.ndarray  # [R] int32, the stop token included
     logprobs: np.ndarray  # [R] float32, at the sampling temperature
     finish_reason: str  # "stop", or "length" for one that was cut off

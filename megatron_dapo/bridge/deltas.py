@@ -22,7 +22,7 @@ from megatron_dapo.reshard.layout import Shard
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
 _Part = tuple[Shard, Slice, torch.dtype]  # the same bits go to every engine
-_Place = tuple[_Part, str, Slice]  # and count by their place in the engine's parameter
+_Place = tuple[_Part, str, Slice]  # Checksums depend on the place in the engine's parameter.
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Owned:
 class Delta:
     """One rank's changes from version `base` to the next."""
 
-    plan: SyncPlan  # with larger buckets than a full update
+    plan: SyncPlan  # Its buckets are larger than a full update's.
     rank: int
     base: int
     slot_bytes: Mapping[int, int]  # engine rank -> size of its slots in shared memory
@@ -104,7 +104,7 @@ class Deltas:
         delta = Delta(self.plan, self._rank, self.version, self._slot_bytes)
         places: list[_Place] = []
         sums: list[torch.Tensor] = []  # nothing waits for the device before all are computed
-        views: list[tuple[_Place, CountedSlice]] = []  # on a device: counted in one pass
+        views: list[tuple[_Place, CountedSlice]] = []  # device tensors, counted in one pass
         for part, owned in self._parts.items():
             values = owned.write.read(sources, part[2])
             delta.changes[part] = change(values, self._held[part].to(values.device))

@@ -99,7 +99,7 @@ class Fp8WeightSource(WeightSource):
             magnitudes.copy_(self._coordination.maximum(magnitudes, "the magnitudes of shared blocks"))
 
 
-SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8WeightSource}  # by sglang.quantization
+SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8WeightSource}  # keyed by quantization
 
 
 def expected_layouts(

@@ -342,7 +342,7 @@ def write_chunks(
     """
     specs, num_bytes = sync_plan.engines.local_specs(bucket.engine_rank), 0
     engine_ranks = engine_ranks or (bucket.engine_rank,)
-    counted: dict[Chunk, torch.Tensor] = {}  # on a device: in one pass at the end
+    counted: dict[Chunk, torch.Tensor] = {}  # device tensors, counted in one pass at the end
     for write in sync_plan.writes(bucket, source):
         chunk, (shape, dtype) = write.chunk, specs[write.chunk.name]
         values = write.view(sources).reshape(chunk.bounds.shape)
@@ -357,7 +357,7 @@ def write_chunks(
             target.copy_(values)
             if write.is_view(sources, dtype):
                 counted[chunk] = values
-            else:  # before the memory of the cast is used again
+            else:  # Count them before the memory of the cast is used again.
                 expected.add(engine_ranks, {chunk: values})
         else:
             for bounds, piece in _pieces(chunk, values, dtype):

@@ -63,7 +63,7 @@ class EngineState(str, Enum):
 class SyncTimeouts:
     """Deadlines of the states, in seconds."""
 
-    meet_s: float = 600.0  # until all trainer ranks have entered the sync
+    meet_s: float = 600.0  # entry of all trainer ranks
     pause_s: float = 60.0
     flush_s: float = 60.0
     session_s: float = 60.0  # beginning and ending a newer server's update session
@@ -90,7 +90,7 @@ class SyncReport:
     version: int
     engines: Mapping[int, EngineSyncReport]  # engines that took part
     peak_bytes: int  # largest extra memory the transport took for one engine rank
-    seconds: float  # on this rank
+    seconds: float  # this rank's
     is_delta: bool = False  # only changes were sent
 
     @property

@@ -86,7 +86,7 @@ def export_to_huggingface(
                 for name, tensor in whole.items():
                     writer.write(name, tensor)
         with _share_failure(group, device):
-            stack.close()  # on rank 0 it leaves the writer's context: check, then rename
+            stack.close()  # Rank 0 leaves the writer's context: check, then rename.
     return ExportReport(Path(target), len(specs), sum(spec.num_bytes for spec in specs.values()))
 
 

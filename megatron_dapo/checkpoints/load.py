@@ -27,16 +27,16 @@ from megatron_dapo.reshard.layout import (
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 
-STANDARD_DEVIATION = 0.02  # for random matrices; the published configs' initializer_range
+STANDARD_DEVIATION = 0.02  # initializer_range of the published configs
 
 
 @dataclass(frozen=True)
 class WeightLoadReport:
     num_tensors: int  # Hugging Face tensors of which this rank holds elements
-    num_model_tensors: int  # in the whole model
+    num_model_tensors: int  # the whole model's
     num_elements: int  # written into parameters
     num_padding_elements: int  # set to zero
-    bytes_read: int = 0  # from storage
+    bytes_read: int = 0  # storage only
     fresh: tuple[str, ...] = ()  # tensors of a value head that the directory does not have
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 20.0  # for a keeper to start
+_CONNECT_S = 20.0  # limit for a keeper's start
 _ANSWER_S = 600.0  # the keeper may fetch a large file first
 _POLL_S = 0.05
 _SEND_BYTES = 1 << 22

@@ -38,9 +38,9 @@ SHARED_MEMORY = "/dev/shm"
 MESSAGE_BYTES = 1 << 14  # limit of one request or answer
 _MAX_CONNECTIONS = 256  # over TCP
 _CONNECT_S, _SILENCE_S = 3.0, 10.0  # limits for another keeper, whose node may be lost
-_LOST_S = 60.0  # before asking a keeper again that did not answer
+_LOST_S = 60.0  # A keeper that did not answer is asked again after this.
 _TICK_S = 0.2
-_FIRST_RANK_S = 600.0  # until the first trainer rank connects: it may import from a slow file system
+_FIRST_RANK_S = 600.0  # The first trainer rank may import from a slow file system.
 
 
 @dataclass(frozen=True)

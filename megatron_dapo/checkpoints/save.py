@@ -143,12 +143,12 @@ class _CopyMemory:
 @dataclass
 class _Save:
     step: int
-    begun: float  # on the monotonic clock, which processes of one machine share
+    begun: float  # monotonic clock, which processes of one machine share
     is_noted: threading.Event = field(default_factory=threading.Event)  # set once the content may be copied
     problem: Exception | None = None  # raised while noting, copying or starting to write
     copying: threading.Thread | None = None
     part: Future[Any] | None = None  # this rank's files; None until they are copied
-    commit: Future[Any] | None = None  # on rank 0
+    commit: Future[Any] | None = None  # rank 0 only
 
 
 class BackgroundSaves:

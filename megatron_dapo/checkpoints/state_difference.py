@@ -16,7 +16,7 @@ class StateDifference:
 
     kind: str
     num_elements: int  # compared
-    num_different: int  # in their bits; NaN equals itself, -0.0 differs from 0.0
+    num_different: int  # bitwise: NaN equals itself, -0.0 differs from 0.0
     largest: float  # absolute difference, infinite if one is NaN
     first: str = ""  # tensor and index of the first difference, or what is only in one state; "": equal
 

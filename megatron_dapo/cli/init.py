@@ -226,5 +226,5 @@ def _recipe_lines(tables: Mapping[str, Mapping[str, Any]], comments: Iterable[st
     for section, values in tables.items():
         yield f"\n[{section}]"
         for name, value in values.items():
-            note = "  # or exact, judge (reward.py)" if (section, name) == ("reward", "verifier") else ""
+            note = "  # others: exact, judge (reward.py)" if (section, name) == ("reward", "verifier") else ""
             yield f"{name} = {toml_value(value)}{note}"

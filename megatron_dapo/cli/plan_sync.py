@@ -67,7 +67,7 @@ class SyncFigures:
     slices: int  # slices that move between ranks
     messages: int
     bucket_bytes: int
-    peak_extra_bytes: int  # per engine rank: two buckets and the largest parameter
+    peak_extra_bytes: int  # an engine rank's: two buckets and the largest parameter
     seconds: dict[str, float]  # parts of an update
     gpu: str
     network_gbit: float

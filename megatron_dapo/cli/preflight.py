@@ -1,6 +1,6 @@
 """The pre-flight of a run's nodes: what each one computes, copies, sends and writes, against the median of all.
 
-    srun --ntasks-per-node=8 megatron-dapo preflight LAYOUT --directory runs      # or torchrun, with --no-python
+    srun --ntasks-per-node=8 megatron-dapo preflight LAYOUT --directory runs      # torchrun: add --no-python
     node3: matrix product 41 TFLOP/s (7 % of the median), memory ..., all-reduce ..., disk ...: SLOW
 
 Every rank measures its own device; a node's figure is that of its slowest rank. An all-reduce over all nodes runs at the
@@ -38,7 +38,7 @@ _SMALL_BYTES, _LARGE_BYTES = MIB, 64 * MIB  # bytes of an all-reduce
 _SLOW_S = 0.25  # limit for the small all-reduce; beyond it the large one would take a minute and say the same
 _DISK_BYTES = 64 * MIB
 _REPEATS = 3
-_TIMEOUT = timedelta(minutes=3)  # per collective
+_TIMEOUT = timedelta(minutes=3)  # limit of a collective
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Measure:
 
     name: str
     unit: str
-    scale: float  # from the unit to what is measured, a second
+    scale: float  # operations/s or bytes/s in one unit
 
 
 MEASURES = (

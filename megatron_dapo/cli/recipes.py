@@ -179,7 +179,7 @@ def copy_recipe(
     try:
         for path, to in targets.items():
             to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, to)  # with its mode: scripts stay executable
+            shutil.copy(path, to)  # It keeps the mode: scripts stay executable.
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}")
     for to in targets.values():

@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     waits for its longest response; the next batches train them, within max_staleness. Groups are trained in the order
     in which they were started, whatever their length."""
 
-    max_num_gen_batches: NonNegativeInt = 10  # as in verl's recipe of DAPO
+    max_num_gen_batches: NonNegativeInt = 10  # verl's DAPO recipe
     """Most generation rounds of prompts_per_step * oversample prompts in one step; after them, on_exhausted applies. 0:
     no limit."""
 

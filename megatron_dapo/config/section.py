@@ -100,7 +100,7 @@ class Rule:
     when: str = "True"
     reason: str = ""
     path: str = ""  # the field to change; "": the first one that `fix` names
-    values: Mapping[str, Any] = field(default_factory=dict)  # of names in the formula that are no fields
+    values: Mapping[str, Any] = field(default_factory=dict)  # values of names in the formula that are not fields
 
 
 class Section(BaseModel):

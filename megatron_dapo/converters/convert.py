@@ -132,7 +132,7 @@ def _write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[t
     try:
         for name, tensor in tensors:
             writer.write(name, tensor)
-            del tensor  # before the next one is made
+            del tensor  # Free it before the next one is made.
     except BaseException:
         writer.abandon()
         raise

@@ -34,7 +34,7 @@ _SMALL_FILE_BYTES = 1 << 23  # read as a whole in a fraction of a second
 _EXAMPLE = '{"prompt": "1 + 1 = ?", "answer": "2"}'
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _AS_UTF_8 = "save the file as UTF-8, e.g. by `iconv -f {} -t UTF-8`"
-_TAIL_BYTES = 1 << 16  # of a file that is read in places
+_TAIL_BYTES = 1 << 16  # tail of a file that is read in places
 # Tables made by pandas or CSV tools often hold the chat as JSON text (or as Python's repr, which is refused). Taken as the
 # content of one user turn it would train on braces. A problem that begins with "[1, 2]" or "{1, 2}" stays a plain text.
 _CHAT_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content)["']\s*:""")
@@ -81,7 +81,7 @@ class RowSample:
     """How many rows to read from how many places of a file."""
 
     places: int
-    rows: int  # from each place
+    rows: int  # rows per place
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RowFormat:
     prompt: str = "prompt"
     answer: str = "reward_model.ground_truth"  # dots lead into nested fields; "": rows have no gold answer
     system_prompt: str = ""  # put in front of prompts that have none
-    prompt_template: str = "{prompt}"  # of the last turn
+    prompt_template: str = "{prompt}"  # the last turn's
 
     @property
     def columns(self) -> Columns:
@@ -299,7 +299,7 @@ def _read_json(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tu
 
 
 def _read_csv(path: Path, columns: Columns, _: RowSample | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    csv.field_size_limit(2**24)  # of a long problem
+    csv.field_size_limit(2**24)  # A problem can be long.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

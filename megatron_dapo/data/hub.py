@@ -53,7 +53,7 @@ def hub_reference(path: Path, directory: Path, is_model: bool) -> HubReference |
     """
     if path.exists():
         return None
-    if _PREFIX in path.parts:  # after any directory, because a recipe written elsewhere keeps the name
+    if _PREFIX in path.parts:  # Any directory may precede it: a recipe written elsewhere keeps the name.
         text = "/".join(path.parts[path.parts.index(_PREFIX) + 1 :])
     elif is_model and path.parent.parent == directory and not path.parent.exists():
         text = path.relative_to(directory).as_posix()

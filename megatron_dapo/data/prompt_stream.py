@@ -42,7 +42,7 @@ class SourceShare:
 
     name: str
     weight: float
-    prompt_ids: tuple[str, ...]  # of the first epoch
+    prompt_ids: tuple[str, ...]  # the first epoch's
     fresh: FreshIds | None = None  # ids of the later epochs; None: the same ones
 
     def ids(self, epoch: int) -> Sequence[str]:

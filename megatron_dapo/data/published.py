@@ -57,7 +57,7 @@ class PublishedDataset:
     num_prompts: int  # different prompts
     num_problems: int  # different (prompt, answer)
     answers: Answers  # aime: 0 to 999; integer: any; text: verbatim
-    is_benchmark: bool  # for evaluation: no problem may be left out
+    is_benchmark: bool  # evaluation data: no problem may be left out
     counts_from: str
 
 
@@ -123,7 +123,7 @@ class DataCard:
     num_wrapped: int  # bare problems that got the prompt's text
     num_not_integer: int  # written non-integer answers, if integers are published
     published: Mapping[str, Any]
-    differences: tuple[str, ...]  # from the published counts
+    differences: tuple[str, ...]  # mismatches with the published counts
     against: tuple[str, ...]
     conflicts: tuple[str, ...]  # the first of them, for a reader
     output_sha256: str = ""

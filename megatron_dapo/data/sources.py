@@ -29,7 +29,7 @@ class Source:
     row_format: RowFormat
     name: str = ""  # "": the rows' own data_source
     weight: float = 1.0
-    made: MadeProblems | None = None  # in place of files
+    made: MadeProblems | None = None  # replaces files
     is_fresh: bool = False  # other problems are made for each epoch
     part: Part = "all"
     held_out_share: float = 0.0  # share of the prompts of its files, for the two parts

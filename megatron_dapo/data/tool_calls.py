@@ -94,7 +94,7 @@ def _type_of(schema: Mapping[str, Any]) -> Any:
     if "enum" in schema:
         annotation: Any = Literal[tuple(schema["enum"])]
     elif "anyOf" in schema:
-        annotation = Union[tuple(_type_of(part) for part in schema["anyOf"])]  # noqa: UP007  # of a tuple
+        annotation = Union[tuple(_type_of(part) for part in schema["anyOf"])]  # noqa: UP007
     elif isinstance(kind := schema.get("type"), list):
         annotation = Union[tuple(_type_of({**schema, "type": each}) for each in kind)]  # noqa: UP007
     elif kind == "object" and schema.get("properties"):
@@ -141,7 +141,7 @@ _MESSAGES: dict[CallStatus, str] = {  # failures of a running call are in enviro
 class ParsedTurn:
     """A sampled turn for people, environments and the template; its ids stay as they are."""
 
-    content: str  # without reasoning, calls and stop token
+    content: str  # text only: no reasoning, calls or stop token
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     is_cut: bool = False  # not ended by a stop token: it makes no calls

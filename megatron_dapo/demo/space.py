@@ -19,7 +19,7 @@ from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.telemetry.completions import distinct_tasks
 from megatron_dapo.telemetry.summary import RunSummary, read_summary
 
-GRADIO_VERSION = "6.31.0"  # of requirements/demo-cpu-py311.txt
+GRADIO_VERSION = "6.31.0"  # pinned in requirements/demo-cpu-py311.txt
 NUM_EXAMPLES = 5
 _NUM_SHOWN = 50  # characters of an example that Gradio shows
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -35,7 +35,7 @@ def examine() -> EngineLibraries:
     """Import SGLang as a server does, then the modules of GPUs one by one. Runs in the engines' interpreter."""
     from megatron_dapo.engines.sglang.cpu import prepare_imports
 
-    prepare_imports()  # on a CPU the import needs stand-ins
+    prepare_imports()  # The import needs stand-ins on a CPU.
     importlib.import_module("sglang")
     import torch
 

@@ -37,7 +37,7 @@ from megatron_dapo.models.config_json import read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
-TIMEOUT_S = 300.0  # per probe: the first import of torch from a network file system can take minutes
+TIMEOUT_S = 300.0  # The first import of torch from a network file system can take minutes.
 DISTRIBUTION = "megatron-dapo"
 TRANSFORMER_ENGINE = "transformer-engine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")

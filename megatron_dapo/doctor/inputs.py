@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from megatron_dapo.types import Prompt
 
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
-_MAX_ROWS = 2048  # of all files: their answers are checked by the verifier
+_MAX_ROWS = 2048  # total of all files: the verifier checks their answers
 _SAVED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
 _LFS_POINTER = b"version https://git-lfs"
-_CONNECT_S = 2.0  # to a server that runs already
+_CONNECT_S = 2.0  # a server that already runs
 _COPY = "copy the directory again, or set model.path to another one"
 
 

@@ -288,7 +288,7 @@ _FILE = re.compile(r"(cpu|cuda)-py(\d)(\d+)\.txt")
 class Lock:
     """Versions that were tested together."""
 
-    name: str  # of the file
+    name: str  # file name
     device: str  # cpu or cuda
     python: tuple[int, int]
     pins: Mapping[str, str]  # canonical package name -> version

@@ -17,7 +17,7 @@ from megatron_dapo.rounding import MIB
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
 # by about 1.
 ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
-_NO_FIX = "set it to another value"  # for a problem whose text names no fix
+_NO_FIX = "set it to another value"  # default, if a problem's text names no fix
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
             yield from engine_probe.result()
             yield from _shared_memory(config, torch, architecture)
         if architecture is None:
-            return  # without its shape no attention could be tried
+            return  # No attention could be tried without its shape.
         if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
             yield from _storage(config, architecture)  # bytes of a layout that exists
         yield from attention_probe.result()

@@ -43,7 +43,7 @@ class DistributedEmbeddedEngine:
         self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
         self._home: dict[str, int] = {}  # rank 0: the rank of each conversation's last turn under this policy version
         self._load = [0] * coordination.size  # rank 0: unfinished requests a rank
-        self._finished: list[Completion] = []  # by the last command, on all ranks
+        self._finished: list[Completion] = []  # the last command's, on all ranks
         self._prefix_reuse = PrefixReuse()  # summed over all ranks
 
     # Every rank

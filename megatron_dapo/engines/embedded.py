@@ -109,9 +109,9 @@ class EmbeddedEngine:
         self._request_ids: set[str] = set()
         self._complete: list[Completion] = []  # submitted with a prefix that needs no more
         self._rows: list[_Row] = []
-        self._prefixes: list[_Prefix] = []  # by slot
+        self._prefixes: list[_Prefix] = []  # indexed by slot
         self._current: dict[tuple[int, ...], _Prefix] = {}  # prefixes of the served policy version, by prompt
-        self._kept = KeptContexts(settings.max_slots)  # by the served policy version
+        self._kept = KeptContexts(settings.max_slots)  # the served policy version's
         self._allocate(config)
 
     @classmethod

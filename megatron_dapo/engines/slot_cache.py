@@ -178,7 +178,7 @@ class SlotCache(Cache):
         self._visible: dict[int, LayerState] = {}
         without = states.layers if states is not None else []
         with_keys = [layer for layer in range(num_layers) if layer not in without]
-        self._places = {layer: place for place, layer in enumerate(with_keys)}  # in the buffers
+        self._places = {layer: place for place, layer in enumerate(with_keys)}  # layer -> place in the buffers
         num_layers = len(self._places)
         # Zeros, not empty: a masked column still enters 0 x value, which must not be NaN. On a CPU untouched pages cost
         # no memory.

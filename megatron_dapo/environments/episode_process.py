@@ -21,7 +21,7 @@ _STATUSES = get_args(CallStatus)
 class OpenEpisode:
     """An episode as its owner sees it."""
 
-    number: int  # on the wire: an id may begin again
+    number: int  # id on the wire; an `episode_id` may begin again
     episode_id: str
     task: Task
     directory: Path

@@ -49,7 +49,7 @@ from megatron_dapo.workers.supervisor import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-_START_SECONDS = 120.0  # until a worker has imported the user's file, which may import torch
+_START_SECONDS = 120.0  # The user's file may import torch.
 _LATE_S = 1.0  # between a step's limit, which a worker keeps for tools, and its end by force
 # A worker that holds more than this share of its memory limit is replaced when one of its episodes ends.
 _HIGH_SHARE = 0.75
@@ -66,7 +66,7 @@ class WorkerSettings:
     python: str = ""  # interpreter; "": this one
     num_processes: int = 1
     episodes_per_process: int = 16
-    max_episodes_per_process: int = 1000  # before it is replaced
+    max_episodes_per_process: int = 1000  # the process is then replaced
     reset_seconds: float = 30.0
     step_seconds: float = 30.0
     episode_seconds: float = 600.0  # limit of an environment's time in an episode
@@ -428,7 +428,7 @@ class _EnvironmentOwner(WorkerOwner[EnvironmentProcess]):
 
     def _worker_is_gone(self, worker: EnvironmentProcess, reason: str | None = None) -> None:
         if reason is None:
-            reason = self._exit_reason(worker.exit_code())  # before it is killed
+            reason = self._exit_reason(worker.exit_code())  # Read it before the worker is killed.
         if not worker.is_ready:
             self._remove(worker)
             self._failed_to_start(f"{self._settings.name}: {reason}")

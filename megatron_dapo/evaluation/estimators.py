@@ -130,7 +130,7 @@ def bootstrap_mean(
     data = torch.tensor(values, dtype=torch.float64)
     if data.numel() == 0:
         raise ValueError("bootstrap: no values to resample")
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that intervals do not depend on the device
+    generator = torch.Generator().manual_seed(seed)  # A CPU generator: intervals do not depend on the device.
     means = []
     for start in range(0, num_resamples, CHUNK):
         shape = (min(CHUNK, num_resamples - start), data.numel())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Past the page cache, memory addresses, file offsets and sizes must be multiples of this.
 DIRECT_BYTES = 1 << 12
-_WRITE_BYTES = 1 << 24  # per write past the cache
+_WRITE_BYTES = 1 << 24  # size of a write past the cache
 _READ_BYTES = 1 << 22
 FILE_PROCESS = "file process"  # name of a rank's file process, as `ps -o comm` shows it
 _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_SHARED_S = 30.0  # for what rank 0 wrote to show on other nodes: a network file system may cache that there was nothing
+_SHARED_S = 30.0  # A network file system may cache for long that there was nothing yet.
 
 
 class DirectoryInUse(RuntimeError):

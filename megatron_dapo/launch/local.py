@@ -47,7 +47,7 @@ class _Forwarder:
     def __init__(self, process: subprocess.Popen, run_directory: Path) -> None:
         self._process = process
         self._run_directory = run_directory
-        self._first: float | None = None  # when the first signal came, on the monotonic clock
+        self._first: float | None = None  # monotonic time of the first signal
         self.ended_by = 0  # the signal that came before there were workers to pass it to
 
     def __call__(self, signum: int, frame: object) -> None:

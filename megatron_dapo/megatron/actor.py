@@ -57,7 +57,7 @@ LossFunction = Loss[TokenOutputs]
 class HeadSettings:
     """Settings of the log-prob head."""
 
-    vocab_size: int  # without padding
+    vocab_size: int  # padding excluded
     temperature: float = 1.0
     chunk_tokens: int | None = None  # tokens whose logits are in memory at once; None: chosen by size
     implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for the rule there

@@ -237,8 +237,8 @@ class PackedSequences(PackedSeqParams):
     context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
     routing: EngineRouting | None = None  # routes of this rank's tokens, in models that replay them
-    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # by window
-    _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by is_local
+    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict, init=False)  # keyed by window
+    _rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # is_local -> table
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def once(self, key: Hashable, make: Callable[[PackedSequences], Made]) -> Made:

@@ -54,7 +54,7 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
     layer = _attending_layer(spec.layer_specs) if is_block else spec
     final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
     attention = layer.submodules.self_attention.submodules
-    into = attention.linear_kv_up_proj if config.multi_latent_attention else attention.linear_qkv  # with a norm inside
+    into = attention.linear_kv_up_proj if config.multi_latent_attention else attention.linear_qkv  # its norm may be fused
     why = _reason_of_layers()
     fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported, or apex's on request"
     return (

@@ -268,7 +268,7 @@ class TrainedModel:
         self._host.onload(away)
         try:
             yield
-        finally:  # if this checkpoint is damaged, another may be loaded next
+        finally:  # If this checkpoint is damaged, another may be loaded next.
             self._host.offload(away, release=False)
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ class NodeCounters:
         cards = [name for name in moved if (self._sys / "net" / name / "device").exists()]
         chosen = cards or [name for name in moved if name != "lo"]
         infiniband = [
-            4 * int(read_text(path) or 0)  # in words
+            4 * int(read_text(path) or 0)  # 4-byte words
             for path in (self._sys / "infiniband").glob("*/ports/*/counters/port_*_data")
         ]
         head, values = ([*_lines_of(self._proc / "net/snmp", "Tcp:"), [], []])[:2]

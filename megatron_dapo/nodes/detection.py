@@ -45,7 +45,7 @@ class DetectorSettings:
     threshold: float = 2.0  # z-score of a candidate, at most half of what an outlier among these nodes can have
     # First seconds of a run of candidate windows, in which its node has to deviate by itself. 0: nodes may deviate together.
     group_s: int = 40
-    distance: str = "euclidean"  # or manhattan, chebyshev
+    distance: str = "euclidean"  # euclidean, manhattan or chebyshev
 
     @property
     def num_windows(self) -> int:

@@ -42,8 +42,8 @@ class SamplerSettings:
     node: int
     name: str
     role: str  # nodes are compared with nodes of the same role
-    address: str  # of the abstract socket to which ranks hand their pages
-    period_s: float  # between two reads of the samples, which must be on disk by then
+    address: str  # abstract socket to which ranks hand their pages
+    period_s: float  # interval of the reads; samples must be on disk by then
 
 
 class SampleFile:
@@ -80,7 +80,7 @@ class NodeSampler:
         metrics = [*NodeCounters.METRICS]
         header = {"node": settings.node, "name": settings.name, "role": settings.role, "metrics": metrics}
         self._file = SampleFile(Path(settings.directory) / f"node_{settings.node}.jsonl", json.dumps(header) + "\n")
-        self.pages: dict[int, StatusPage] = {}  # by rank of this node
+        self.pages: dict[int, StatusPage] = {}  # rank of this node -> its page
         self._lines: list[str] = []
         self._phase = ""
         self._flush_s = flush_seconds(settings.period_s)

@@ -79,7 +79,7 @@ class NodeSamples:
 
     nodes: tuple[str, ...]
     roles: tuple[str, ...]  # one per node; nodes of different roles are never compared
-    metrics: tuple[NodeMetric, ...]  # in the order in which a detector tries them
+    metrics: tuple[NodeMetric, ...]  # A detector tries them in this order.
     values: np.ndarray  # [num_nodes, num_seconds, num_metrics], float32; NaN: no sample
     phases: np.ndarray  # [num_nodes, num_seconds], integers; equal numbers are the same phase, negative ones unknown
     start: float = 0.0  # unix time of the first second

@@ -20,7 +20,7 @@ RED = "#cf222e"
 _LEFT, _TOP, _ROW, _WIDTH, _FOOT = 130, 44, 26, 720, 34  # pixels
 _LEVELS = " .:-=+*#"  # terminal characters, by distance
 _MAX_ROWS = 48  # nodes; a larger run shows those farthest from the others
-_MAX_POINTS = 600  # per curve
+_MAX_POINTS = 600  # points per curve
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NodeTimeline:
     nodes: tuple[str, ...]
     num_all_nodes: int
     values: np.ndarray  # [num_nodes, num_points]; NaN: no sample
-    deviations: np.ndarray  # of the same shape, in [0, 1]: distance to the median of the node's role
+    deviations: np.ndarray  # [num_nodes, num_points], in [0, 1]: distance to the median of the node's role
     alerts: tuple[NodeAlert, ...]
 
     @property

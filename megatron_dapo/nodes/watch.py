@@ -37,11 +37,11 @@ from megatron_dapo.watch.attempts import record_alert
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "nodes"  # in the run directory
+DIRECTORY = "nodes"  # subdirectory of the run directory
 STRAGGLERS = "stragglers.json"
 _NICE = 19
 _WINDOW_PERIODS = 15 / 8  # the published detector looks every 8 minutes at the last 15
-_MIN_SHARE = 0.01  # of a period: shorter phases are not compared
+_MIN_SHARE = 0.01  # Phases below this share of a period are not compared.
 _END_S = 2.0
 
 
@@ -49,7 +49,7 @@ _END_S = 2.0
 class WatchSettings:
     """The watch over a run's nodes, as rank 0 starts it."""
 
-    directory: str  # of the run
+    directory: str  # run directory
     attempt: int
     num_nodes: int
     period_s: float
@@ -71,7 +71,7 @@ class Straggler:
     phase: str
     rank: int
     node: str
-    seconds: float  # of work in the period: on a CPU or waiting for one
+    seconds: float  # CPU and run-queue time in the period
     median: float  # over all ranks that worked in it
 
     @property
@@ -265,7 +265,7 @@ class NodeWatch:
     def __init__(self, settings: WatchSettings) -> None:
         """Start the watch. It ends with this process, or by `close`."""
         self.num_alerts = 0  # so far
-        self.stragglers: Sequence[Mapping[str, Any]] = ()  # of the last look, as JSON
+        self.stragglers: Sequence[Mapping[str, Any]] = ()  # the last look's, as JSON
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with all_cpus():
             self._process = start_helper(

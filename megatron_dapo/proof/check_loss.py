@@ -38,7 +38,7 @@ class LossCheckRow:
     micro_batch: str
     packing: str
     aggregation: str
-    num_micro_batches: int  # per data-parallel rank
+    num_micro_batches: int  # micro-batches per data-parallel rank
     rel_diff: float  # difference of the gradients, see `GradientDifference`
     worst_tensor: str
     loss_rel_diff: float  # difference of the loss

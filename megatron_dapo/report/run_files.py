@@ -17,7 +17,7 @@ from megatron_dapo.watch.attempts import ATTEMPTS
 
 _WHOLE_BYTES = 1 << 25  # limit for reading a file of samples whole
 _PIECE_BYTES = 1 << 19
-_NUM_PIECES = 48  # for a larger file
+_NUM_PIECES = 48  # pieces read of a larger file
 
 Row = Mapping[str, Any]
 

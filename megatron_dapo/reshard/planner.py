@@ -68,7 +68,7 @@ class SliceRequest(NamedTuple):
         return (self.middles[-1] + self.sizes[-1]) // 2
 
 
-Requests = Mapping[frozenset[int], SliceRequest]  # by the replica groups that can serve it
+Requests = Mapping[frozenset[int], SliceRequest]  # replica groups that can serve the slice -> request
 
 
 class ReceiverClass(NamedTuple):

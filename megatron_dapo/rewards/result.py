@@ -14,7 +14,7 @@ class RewardSample:
     """A response, as passed to a reward function with one parameter."""
 
     messages: tuple[Mapping[str, str], ...]  # chat turns of the prompt: {"role": ..., "content": ...}
-    response: str  # without special tokens
+    response: str  # no special tokens
     answer: str  # gold answer; "" if data.columns names no column for it
     data_source: str
     extra_info: Mapping[str, Any]  # every other column of the row
@@ -35,7 +35,7 @@ class RewardResult:
     """The typed form of what a user's reward function may return."""
 
     score: float | None = None  # the reward; None: the sum of the parts, else reward.correct or reward.incorrect
-    parts: Mapping[str, float] = field(default_factory=dict)  # by name, in samples and metrics
+    parts: Mapping[str, float] = field(default_factory=dict)  # name -> value, recorded in samples and metrics
     extracted: str | None = None  # the answer that was found in the response
     is_correct: bool | None = None  # None: score >= 0.5. Groups are filtered by it
 

@@ -35,12 +35,12 @@ class RolloutBatch:
     # Circumstances of its collection, by which batches are not compared.
     generation_step: int = field(default=0, compare=False)  # rounds of generation begun when the batch was full
     seconds: float = field(default=0.0, compare=False)  # spent collecting it, during training or not, including pauses
-    prefix_reuse: PrefixReuse = PrefixReuse()  # since the previous batch
+    prefix_reuse: PrefixReuse = PrefixReuse()  # total since the previous batch
     # Fields of a train sample for teachers, by the index of a sequence.
     of_teachers: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict, compare=False)
     # By server, the sum of log pi - log pi_teacher and tokens.
     taught: Mapping[str, tuple[float, int]] = field(default_factory=dict, compare=False)
-    samples: Sequence[TrainSample] = ()  # with the numbers of this rank's share
+    samples: Sequence[TrainSample] = ()  # this rank's share, numbers included
 
 
 def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -42,8 +42,8 @@ class OpenGroup:
     group_id: str
     prompt: Prompt
     generation_step: int
-    completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort" means to be continued
-    num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
+    completions: dict[int, Completion] = field(default_factory=dict)  # keyed by index; "abort" means to be continued
+    num_fruitless: Counter[int] = field(default_factory=Counter)  # keyed by index, see MAX_FRUITLESS
     size: int = 0  # responses it will have
     sent: int | None = None  # version served when its missing responses were requested; None: the engine works on none
 
@@ -208,11 +208,11 @@ class OpenGroups:
         self._rollout = config
         self._sampling = sampling
         self._seed = seed
-        self._groups: dict[str, OpenGroup] = {}  # by group id, in start order
+        self._groups: dict[str, OpenGroup] = {}  # keyed by group id, in start order
         self._returned: set[str] = set()  # groups in flight that may be complete
         self._num_ended = 0  # responses of groups in flight that have ended
         self.is_held = True  # the engine works on none of them
-        self.builder = StatisticsBuilder()  # of the current collection
+        self.builder = StatisticsBuilder()  # the current collection's
 
     def __iter__(self) -> Iterator[OpenGroup]:
         return iter(self._groups.values())

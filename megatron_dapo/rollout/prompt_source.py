@@ -105,7 +105,7 @@ class PromptSource:
         self._seed = seed
         self._records: dict[str, PromptRecord] = {}
         self._plan: deque[tuple[str, int]] = deque()  # drawn by the budget, not yet handed out
-        self._ranked: deque[str] = deque()  # by priority, of this collection
+        self._ranked: deque[str] = deque()  # this collection's prompts, by priority
         self._observed: list[Observation] = []  # groups scored in this collection
         self._predicted: dict[str, tuple[float, bool]] = {}  # prompt handed out -> (P(useful), would be skipped)
         self._model = UsefulnessModel(FEATURES)

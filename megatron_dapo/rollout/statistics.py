@@ -76,8 +76,8 @@ class CollectStatistics:
     mean_reward: float
     outcomes: Mapping[str, int]  # the verifier's outcomes
     kept_lengths: LengthSummary
-    dropped_lengths: LengthSummary  # in filtered groups
-    aborted_lengths: LengthSummary  # in groups that were given up, as far as they got
+    dropped_lengths: LengthSummary  # filtered groups
+    aborted_lengths: LengthSummary  # groups that were given up, as far as they got
     windows: WindowSummary | None = None  # None without windows
     prompts: Mapping[str, float] = field(default_factory=dict)  # counts of the choice of prompts, see `PromptSource`
     # By source: groups, kept, responses, correct.
@@ -110,7 +110,7 @@ class StatisticsBuilder:
     outcomes: Counter[str] = field(default_factory=Counter)
     num_truncated: int = 0
     num_duplicates: int = 0
-    accuracies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by source
+    accuracies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # keyed by source
     rewards: list[float] = field(default_factory=list)
     lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
     windows: WindowSummary | None = None

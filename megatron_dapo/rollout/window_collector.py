@@ -85,7 +85,7 @@ class WindowCollector(Collector):
         self._given_back: list[RolloutBatch] = []
         self._max_lost_in_row = inputs.losses.max_in_row
         self._lost_in_row: list[Completion] = []
-        self._num_scored = 0  # in the current collection, when it was last looked at
+        self._num_scored = 0  # the current collection's, at the last look
 
     # Collecting
 

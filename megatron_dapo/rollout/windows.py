@@ -214,7 +214,7 @@ class WindowCollection:
         """`on_lost` is called with each episode whose environment failed; it leaves the pool and the keys."""
         self.keys = list(keys)
         self.exhausted = exhausted
-        self.num_new_tokens = 0  # since the last call of `generate`
+        self.num_new_tokens = 0  # `generate` resets it.
         self.num_lost = 0  # episodes whose environments failed
         self.scored: dict[ResponseKey, ScoredSample] = {}  # finished ones
         self._pool = pool

@@ -216,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if parsed.replay is None and (settled := _settled(load_run(parsed))) is not None:
             return settled
-    except ValueError:  # of the configuration: the run below reports it
+    except ValueError:  # The run below reports errors of the configuration.
         pass
     if process.rank == 0 and parsed.replay is None:
         show_status("loading the model, data and rewards")

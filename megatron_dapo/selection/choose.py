@@ -20,7 +20,7 @@ class Chosen:
 
     prompt: Prompt
     samples: Sequence[ScoredSample]
-    diverse: Selection  # by length, likeness and clusters
+    diverse: Selection  # criteria: length, likeness and clusters
     kept: tuple[int, ...]  # indices that the configured selection keeps
     is_random: bool = False
 

@@ -73,7 +73,7 @@ class WithinStep:
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}  # phase -> seconds in the previous step
-        self._seconds: dict[str, float] = {}  # in this step so far
+        self._seconds: dict[str, float] = {}  # phase -> seconds in the current step
         self._phase, self._since, self._counted = "", time.monotonic(), 0.0
 
     def enter(self, phase: str, done: float, total: float) -> None:

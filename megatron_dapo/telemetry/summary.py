@@ -29,7 +29,7 @@ class RunSummary:
     optimizer_steps: int
     accuracy_before: float | None  # held-out avg@k of the initial policy; None: not evaluated
     accuracy_after: float | None
-    train_seconds: float  # of the train steps, without evaluation and start-up
+    train_seconds: float  # train steps only: no evaluation, no start-up
     total_seconds: float
     samples_per_s: float  # trained responses / train_seconds
     generated_tokens_per_s: float

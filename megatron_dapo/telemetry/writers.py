@@ -39,7 +39,7 @@ def drop_steps_from(path: Path, first_step: int) -> None:
     with open(path, encoding="utf-8", errors="replace") as old, open(partial, "w", encoding="utf-8") as new:
         new.writelines(line for line in old if _is_before(line, first_step))
         new.flush()
-        os.fsync(new.fileno())  # or a crash of the node could leave the new name with an empty file
+        os.fsync(new.fileno())  # A crash of the node must not leave an empty file under the new name.
     os.replace(partial, path)
 
 

@@ -75,7 +75,7 @@ class _PolicyMiniBatch(MiniBatch):
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
     # Sums over this rank's tokens; empty without a correction. Kept as tensors: reading one would wait for the device.
     correction_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    samples: Mapping[str, TrainSample] = field(default_factory=dict)  # by id
+    samples: Mapping[str, TrainSample] = field(default_factory=dict)  # sample id -> sample
     lessons: list[list[Lesson]] = field(default_factory=list)  # teachers' per micro-batch; empty until computed
 
 

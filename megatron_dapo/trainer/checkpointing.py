@@ -63,7 +63,7 @@ LOADED_FROM = (
     "files of tensors were read: %d (%.1f MB) in memory of their node, %d (%.1f MB) in memory of a peer, "
     "%d (%.1f MB) in storage"
 )
-COPIES_KEY = "copies.key"  # in the run's directory; authenticates the run's keepers to each other
+COPIES_KEY = "copies.key"  # a file in the run directory; authenticates the run's keepers to each other
 
 
 class Stateful(Protocol):
@@ -114,7 +114,7 @@ class RunState:
     collector: StatefulData | None
     models: Mapping[str, Stateful]  # this rank's, by their names in a checkpoint
     counters: dict[str, Any]  # dataclasses, by their names in run.json
-    layouts: dict[str, Any]  # by their names in a checkpoint's metadata
+    layouts: dict[str, Any]  # keyed by their names in a checkpoint's metadata
 
     @classmethod
     def of(
@@ -138,7 +138,7 @@ class Checkpoints:
     def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
-        self.loaded_bytes = dict.fromkeys((NODE, PEER, STORAGE), 0)  # by the resume, if there are copies in memory
+        self.loaded_bytes = dict.fromkeys((NODE, PEER, STORAGE), 0)  # source -> bytes that the resume read
         self.saves = BackgroundSaves(store)
 
     @property

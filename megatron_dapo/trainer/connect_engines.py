@@ -57,7 +57,7 @@ class Engines:
 
     engine: CollectiveEngine
     publisher: Publisher
-    servers: SglangEngines | None = None  # if the engines are separate processes
+    servers: SglangEngines | None = None  # None: the engine runs in the trainer's processes
     # Inside it, the trainer's parameters have the servers' quantized values. None if servers hold them as trained.
     # Collective.
     as_served: Callable[[], AbstractContextManager[None]] | None = None

@@ -26,7 +26,7 @@ class RunProcess:
     rendezvous_host: str  # rank 0's node; each node finds its own address by its route there
     num_nodes: int = 1
     heartbeat: Heartbeat | None = None
-    end_time: float | None = None  # when the launcher ends the processes, in seconds since 1970; None if unknown
+    end_time: float | None = None  # deadline of the launcher, seconds since 1970; None if unknown
     supervision: Supervision | None = None  # servers that outlive a failure; None if nothing restarts the processes
 
 

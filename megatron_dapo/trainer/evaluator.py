@@ -80,7 +80,7 @@ class Evaluator:
         self._servers = servers
         self._shared = shared
         self._timeout_s = timeout_s
-        self._background: Future[dict[str, float]] | None = None  # on rank 0
+        self._background: Future[dict[str, float]] | None = None  # rank 0 only
         self._is_cancelled = threading.Event()
 
     def evaluate(self, train_step: int) -> dict[str, float] | None:

@@ -80,8 +80,8 @@ class Parts:
     recorder: Recorder | None
     collector: AsyncCollector | None
     data: RolloutData | None
-    node_watch: NodeWatch | None = None  # on rank 0 of several nodes
-    callbacks: Callbacks | None = None  # on rank 0
+    node_watch: NodeWatch | None = None  # rank 0 of several nodes
+    callbacks: Callbacks | None = None  # rank 0 only
     memory_check: MemoryCheck | None = None
 
 

@@ -60,7 +60,7 @@ class RunPaths:
         self.disagreements = output_dir / "disagreements.jsonl"
         self.dumps = output_dir / "batches"
         self.huggingface = output_dir / "huggingface"
-        self.critic = output_dir / "critic"  # with its optimizer state; usable as another run's `critic.path`
+        self.critic = output_dir / "critic"  # weights and optimizer state; usable as another run's `critic.path`
         self.summary = output_dir / "summary.json"
         self.report = output_dir / REPORT
 
@@ -246,7 +246,7 @@ class Recorder:
     def _compare(self, reference: Record) -> None:
         try:
             verdict = compare_with(self.paths.metrics.parent, reference).verdict()
-        except (ValueError, OSError) as error:  # before the first train step there is nothing to compare
+        except (ValueError, OSError) as error:  # There is nothing to compare before the first train step.
             verdict = f"not compared: {error}"
         logger.info("%s: %s", reference.name, verdict)
         if self.progress is not None:

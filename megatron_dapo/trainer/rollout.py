@@ -69,8 +69,8 @@ class Rollout:
         self._filter_overlong = filter_overlong
         self._rewards_turns = rewards_turns
         self._teachers, self._teacher_prompts = teachers, teacher_prompts
-        self._prefix_reuse = PrefixReuse()  # on rank 0: total up to the last batch
-        self._busy_s = 0.0  # on rank 0: of the servers, up to the last call of `busy_seconds`
+        self._prefix_reuse = PrefixReuse()  # rank 0: total up to the last batch
+        self._busy_s = 0.0  # rank 0: the servers' total at the last call of `busy_seconds`
 
     def generate(self, num_groups: int, share: Share, part_size: int = 0) -> RolloutBatch:
         """Return the next rollout batch, or its next part of `part_size` groups, the same samples on every rank. The
@@ -83,7 +83,7 @@ class Rollout:
         every rank in chunks, and a rank keeps only those of the samples that `share` names; see `batch_header`.
         """
         collected = self._engines.engine.run_on_rank0(lambda: self._with_teachers(self._collect(num_groups, part_size)))
-        facts = self._agree(collected)  # if this raises, engines stay untouched: the same signal may have reached them
+        facts = self._agree(collected)  # If this raises, engines stay untouched: the same signal may have reached them.
         self.sleep()
         if not isinstance(collected, RolloutBatch):
             return RolloutBatch((), StatisticsBuilder().build(), samples=self._receive(share), **facts)

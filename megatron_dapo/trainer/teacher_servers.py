@@ -37,7 +37,7 @@ class TeacherServers:
         self._prompts = prompts
         self._clients = [(teacher, SglangClient(teacher.url, None, name=f"teacher {teacher.name}")) for teacher in section.servers]
         self._executors = {teacher.name: ThreadPoolExecutor(_IN_FLIGHT) for teacher in section.servers}
-        self._begun: dict[_Key, Future[np.ndarray]] = {}  # of groups that are in no batch yet
+        self._begun: dict[_Key, Future[np.ndarray]] = {}  # requests for groups that are in no batch yet
         self.taught: dict[str, tuple[float, int]] = {}  # sum of log pi - log pi_teacher and tokens of the last batch, by name
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from megatron_dapo.watch.verdict import (
     without_contact,
 )
 
-DETAIL_CHARS = 6_000  # of a record that is kept; messages have half of it
+DETAIL_CHARS = 6_000  # The limit for records; messages get half.
 Address = tuple[Any, ...]
 # Fault of this node's link, "" if none is known; given a node, and when it was last heard.
 FindFault = Callable[[int, float], str]
@@ -44,7 +44,7 @@ class Agreement:
         self.verdict_at = 0.0
         self.is_writer = False  # this watcher made the verdict
         self._started = self._gone_at = now  # _gone_at: when the last node exited cleanly
-        self._nodes = {0: NodeView(0, "the node of rank 0")}  # by number, as of their last messages
+        self._nodes = {0: NodeView(0, "the node of rank 0")}  # node rank -> its last message
         # The leader may start later than the others.
         self._heard = {0: now + self.limits.start_s - self.limits.node_s} if node_rank else {}
         self._next_leaders: dict[int, Address] = {}

@@ -39,7 +39,7 @@ class Verdict:
 
     exit_code: int
     reason: str
-    cause: str = ""  # of a recorded failure, as in failure.json
+    cause: str = ""  # the cause in failure.json
 
     @property
     def leaves_nodes_healthy(self) -> bool:

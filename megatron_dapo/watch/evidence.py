@@ -68,7 +68,7 @@ class Activity:
     """Counters of a process that grow while it works."""
 
     state: str  # R, S, D (blocked in the kernel), T (stopped), Z, ...; "" if it is gone
-    cpu_s: float  # on a CPU or waiting for one, all threads
+    cpu_s: float  # CPU and run-queue time of all threads
     bytes_moved: int  # read and written, of files and pipes
     faults: int  # pages read from a disk
 

@@ -21,13 +21,13 @@ from typing import Any
 
 from megatron_dapo.untrusted import printable
 
-VERSION = 2  # of failure.json
+VERSION = 2  # format of failure.json
 EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
 # Errors that repeat when the same program is started again with the same input; errors of a network, a device or a
 # server may not.
 _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
-_MAX_ENTRIES = 64  # in failure.json: records of a thousand lost connections add nothing
+_MAX_ENTRIES = 64  # Records of a thousand lost connections add nothing to failure.json.
 CONTACT = ".no_contact_"  # begin of the names of files in which a node notes that it does not hear another one
 _RESERVE = ".failure_reserve"  # removed to make room for the record if the disk is full
 _RESERVE_BYTES = 1 << 18
@@ -73,13 +73,13 @@ class Failure:
     cause: str  # "signal", "out of memory", ...: the keys of _ADVICE
     message: str  # one line: what happened, without node and rank
     node: str = ""  # host name
-    phase: str = ""  # of the rank at the time
+    phase: str = ""  # the rank's phase at that time
     detail: str = ""  # traceback, kernel lines or the stack
-    is_consequence: bool = False  # of an earlier failure
+    is_consequence: bool = False  # An earlier failure caused it.
     time: float = field(default_factory=time.time)  # seconds since 1970, on the deciding node's clock
     attempt: int = 1  # start of the run in its output directory, from 1
     node_rank: int = 0
-    exit_code: int = EXIT_CODE  # of the run that it ends: 75 if starting again may help, else 1
+    exit_code: int = EXIT_CODE  # the run's: 75 if starting again may help, else 1
 
     @property
     def advice(self) -> str:
@@ -99,7 +99,7 @@ def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "")
     is_consequence = any(getattr(each, "is_consequence", False) for each in chain)
     cause = "exception"
     if named := [each.failure_cause for each in chain if hasattr(each, "failure_cause")]:
-        cause = named[0]  # by the class of the error
+        cause = named[0]
     elif any(isinstance(each, OSError) and each.errno in _FULL for each in chain):
         cause = "disk full"
     elif any(_BROKEN_CONNECTION.search(f"{type(each).__name__}: {each}") for each in chain):

@@ -49,7 +49,7 @@ _LOOP_SAMPLES = 4
 _CONNECT_S = 20.0  # the watcher starts in 0.2 s; the machine may be busy
 _VERDICT_S = 15.0  # a failing rank ends after this long even if its watcher does not answer
 _WRITE_S = 5.0
-_LAST_S = 0.3  # from the verdict to the exit, for what the main thread has to print
+_LAST_S = 0.3  # The main thread may print between the verdict and the exit.
 _MAX_GROUPS = 48  # groups whose sequence numbers are reported
 _DETAIL_CHARS = 12_000
 
@@ -112,7 +112,7 @@ class Heartbeat:
         self.place: Place | None = None
         self.is_on_gpu = False  # collectives run on a GPU, where waiting for them looks like work
         self.train_step: Callable[[], int] = lambda: -1  # shown to the node's sampler
-        self._seconds: dict[str, tuple[float, float]] = {}  # by phase: wall time, and work
+        self._seconds: dict[str, tuple[float, float]] = {}  # phase -> (wall time, work)
         self._clocks, self._turn_lock = _clocks(), threading.Lock()
         self._page_file = -1
         self._sampler = ""  # address of the sampler, until it has this rank's page
@@ -327,7 +327,7 @@ class Heartbeat:
         if idle_s > deadline_s:
             self._expire(Failure(self.rank, "deadline", message, self._node, self.phase_name, stacks()))
         elif idle_s < deadline_s / 2:
-            self._has_warned = False  # after progress, warn again at the next silence
+            self._has_warned = False  # Warn again at the next silence.
         elif not self._has_warned:
             self._has_warned = True
             logger.warning("rank %d, phase %s: %s", self.rank, self.phase_name, message)

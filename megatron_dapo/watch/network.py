@@ -25,8 +25,8 @@ _NUM_ASKED = 4
 _SILENT_S = 3.5  # silence of another node before third machines are probed
 _ASK_S = 1.0  # between two probes then
 _FIRST_ASK_S = 5.0  # between two until as many have answered once
-_MAX_CONNECTIONS = 64  # at once
-_RESOLVE_S = 60.0  # for the name of rank 0's node to resolve
+_MAX_CONNECTIONS = 64
+_RESOLVE_S = 60.0  # limit for resolving rank 0's host name
 _CALL_S = 5.0  # timeout for a connection, a message and its answer
 
 

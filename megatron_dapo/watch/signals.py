@@ -54,7 +54,7 @@ class StopRequest:
         self.signal_name: str | None = None
         self._end_time = end_time
         self._notice_s = notice_s
-        self._first = 0.0  # when the first signal came, on the monotonic clock
+        self._first = 0.0  # monotonic time of the first signal
         self._store: Store | None = None
         self._looked = 0.0
         self._is_told = False

@@ -32,32 +32,32 @@ COLLECTIVE, BOUNDED = "collective", "bounded"  # kinds of waits, see `heartbeat.
 CONNECT, STEP = "connect", "step"
 DEVICE_PHASES = frozenset({CONNECT, STEP, "values", "logprobs", "advantages", "train", "train_critic", "offload"})
 _STARTING = ("start", "build")
-_FRESH_S = 4.0  # without contact to a node, after which its last message may be outdated
+_FRESH_S = 4.0  # A node's last message may be outdated after this.
 
 
 @dataclass(frozen=True)
 class WatchLimits:
     """All times of a watcher in seconds: the deadlines after which something is wrong, then the periods of its work."""
 
-    stopped_s: float = 8.0  # in state T
-    silent_s: float = 13.0  # without CPU time, data or a collective
+    stopped_s: float = 8.0  # process state T
+    silent_s: float = 13.0  # no CPU time, data or collective
     start_silent_s: float = 60.0  # the same in `start` and `build`: imports and weights come in bursts from a slow file system
-    stalled_s: float = 180.0  # on GPUs, without a new collective, micro-batch or phase on any rank
-    files_s: float = 8.0  # until a probe file is written
-    node_s: float = 30.0  # without contact to a node's watcher
-    start_s: float = 600.0  # until every rank has reported for the first time
-    settle_s: float = 1.5  # between the first record and the decision: the cause may be noticed after its consequence
+    stalled_s: float = 180.0  # GPUs: no new collective, micro-batch or phase on any rank
+    files_s: float = 8.0  # writing a probe file
+    node_s: float = 30.0  # no contact to a node's watcher
+    start_s: float = 600.0  # first report of every rank
+    settle_s: float = 1.5  # first record to decision: the cause may be noticed after its consequence
     cause_s: float = 12.0  # the same while all records are consequences
     doubt_s: float = 2.5  # added for a lost node, which may record in the run directory that its link is lost
-    tick_s: float = 0.5  # between two looks at the ranks
-    beat_s: float = 1.0  # between two messages to the leader
-    queues_s: float = 2.0  # between two reads of the machine's TCP connections, which may be many
-    connect_s: float = 120.0  # for the first rank to connect
-    lost_record_s: float = 1.0  # for reading the record of a lost node
-    stacks_s: float = 1.0  # for ranks to write their stacks
-    write_s: float = 2.5  # for the record to reach the disk before ranks end and their launchers look for it
-    kill_s: float = 5.5  # from the verdict to SIGKILL
-    end_s: float = 9.0  # from the verdict to the end of the watcher, whatever hangs
+    tick_s: float = 0.5  # period of the looks at the ranks
+    beat_s: float = 1.0  # period of the messages to the leader
+    queues_s: float = 2.0  # period of the reads of the machine's TCP connections, which may be many
+    connect_s: float = 120.0  # connection of the first rank
+    lost_record_s: float = 1.0  # reading the record of a lost node
+    stacks_s: float = 1.0  # stacks of all ranks
+    write_s: float = 2.5  # The record must be on disk before ranks end and their launchers look for it.
+    kill_s: float = 5.5  # verdict to SIGKILL
+    end_s: float = 9.0  # verdict to the end of the watcher, whatever hangs
 
     @property
     def unheard_s(self) -> float:
@@ -75,11 +75,11 @@ class RankView:
     phase: str = "start"
     wait: str = ""  # COLLECTIVE, BOUNDED, or "" outside any wait
     doing: str = ""  # innermost function of its main thread
-    idle_s: float = 0.0  # since it used a CPU, moved data or entered a collective
-    stalled_s: float = 0.0  # since its phase, progress or number of collectives changed
+    idle_s: float = 0.0  # no CPU time, data or new collective
+    stalled_s: float = 0.0  # no change of phase, progress or number of collectives
     is_on_gpu: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)  # collectives entered, by process group
-    stopped_s: float = 0.0  # in state T
+    stopped_s: float = 0.0  # process state T
     held: tuple[str, ...] = ()  # kernel calls that its threads are blocked in
     file_operation: str = ""  # under way in its file process
     is_sampled: bool = True  # its main thread has been sampled
@@ -100,13 +100,13 @@ class NodeView:
     node_rank: int
     name: str = ""
     ranks: tuple[int, ...] = ()
-    phase: str = ""  # of its first rank
+    phase: str = ""  # its first rank's
     is_gone: bool = False  # its ranks exited cleanly
-    silent_s: float = 0.0  # since the last datagram or connection of its watcher
-    unanswered_s: float = 0.0  # since that watcher last got an answer, as far as known
-    idle_s: float = 0.0  # since any of its ranks made progress
+    silent_s: float = 0.0  # no datagram or connection from its watcher
+    unanswered_s: float = 0.0  # Its watcher got no answer, as far as known.
+    idle_s: float = 0.0  # no progress of any of its ranks
     is_bounded: bool = False  # one of its ranks is in a wait with a deadline
-    views: tuple[RankView, ...] = ()  # of its living ranks; empty while they make progress
+    views: tuple[RankView, ...] = ()  # living ranks; empty while they make progress
 
     @property
     def is_in_contact(self) -> bool:
@@ -289,7 +289,7 @@ def decision(
     has_cause = any(not failure.is_consequence for failure in failures)
     patience_s = limits.settle_s if has_cause else limits.cause_s
     if not has_cause and not all(node.is_in_contact for node in nodes):
-        patience_s = limits.node_s + limits.settle_s  # that node may turn out to be the cause
+        patience_s = limits.node_s + limits.settle_s  # That node may turn out to be the cause.
     if has_cause and len({failure.rank for failure in failures}) == world_size:
         patience_s = 0.0  # every rank has reported
     elif any(failure.cause == "node lost" for failure in failures):

@@ -16,14 +16,14 @@ from megatron_dapo.files.durable import FILE_PROCESS
 from megatron_dapo.watch.evidence import OutOfMemory, activity, bytes_in_flight, held_in_kernel
 from megatron_dapo.watch.verdict import RankView
 
-STATUS_BYTES = 1 << 14  # of shared memory, in which a rank reports what it does
+STATUS_BYTES = 1 << 14  # shared memory for a rank's status
 MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
-LOOK_CLOSER_S = 4.0  # of silence
-PROBE_AFTER_S = 3.0  # of silence, after which the watcher checks whether the kernel blocks it
-WORKING_SHARE = 0.1  # of a core: less is polling
+LOOK_CLOSER_S = 4.0  # The watcher looks closer after this silence.
+PROBE_AFTER_S = 3.0  # The watcher checks whether the kernel blocks the rank after this silence.
+WORKING_SHARE = 0.1  # share of a core; less is polling
 _WORKING_BYTES = 1 << 15  # between two checks: less is traffic of event loops
 _WORKING_FAULTS = 8
-_STALE_S = 4.0  # without a sample of its main thread
+_STALE_S = 4.0  # A sample of the main thread is stale after this.
 
 
 class StatusPage:

@@ -64,17 +64,17 @@ class Watcher:
         self._network = self._connected(node, num_nodes, tuple(place["leader"]))
         self._pending: list[socket.socket] = []
         self._ranks: dict[int, WatchedRank] = {}
-        self._hangs: dict[int, Failure] = {}  # of ranks whose stacks are still to come
+        self._hangs: dict[int, Failure] = {}  # rank -> its hang, until its stacks arrive
         self._directory: Path | None = None
         self._identity = (0, 0)  # device and inode number of the run directory, 0 if unknown
         self._probe: Child | None = None  # writes a file in the run directory
         self._sectors: int | None = None  # written when the probe began, or at the last progress of that disk
-        self._lost_records: dict[int, Child] = {}  # by lost node: reads its record
-        self._contact_notes: dict[int, Child] = {}  # by node without contact: notes that this one is alive
+        self._lost_records: dict[int, Child] = {}  # lost node -> process that reads its record
+        self._contact_notes: dict[int, Child] = {}  # silent node -> process that notes that this one is alive
         self._last_tick = self._started
         self._beat_at = self._queues_at = 0.0
-        self._stage: EndStage | None = None  # of the end
-        self._writer: Child | None = None  # of the record
+        self._stage: EndStage | None = None
+        self._writer: Child | None = None  # writes the record
 
     def _connected(self, node: int, num_nodes: int, leader: tuple[str, int]) -> Datagrams:
         """Connect to the other watchers; if that is impossible, this node ends its ranks and says why."""

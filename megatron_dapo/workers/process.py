@@ -39,7 +39,7 @@ class WorkerProcess:
     unsent: bytearray = field(default_factory=bytearray)
     unread: bytearray = field(default_factory=bytearray)
     is_ready: bool = False  # it has answered the hello
-    since: float = field(default_factory=time.monotonic)  # when it was started
+    since: float = field(default_factory=time.monotonic)  # start time
     killed: float = float("inf")
 
     @classmethod

@@ -74,12 +74,12 @@ class Bucket:
 
     index: int
     num_bytes: int
-    chunks: tuple[Chunk, ...]  # in the order of their bytes
+    chunks: tuple[Chunk, ...]  # sorted by byte offset
     segments: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # trainer rank -> [start, stop)
     engine_rank: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        chunks: dict[str, list[Any]] = {}  # by name, which is long: the commands of a 32B model take megabytes
+        chunks: dict[str, list[Any]] = {}  # keyed by name, which is long: the commands of a 32B model take megabytes
         for name, bounds, byte_offset in self.chunks:
             chunks.setdefault(name, []).append([byte_offset, bounds.offset, bounds.shape])
         segments = [[rank, *segment] for rank, segment in self.segments.items()]

@@ -36,7 +36,7 @@ DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are separate mess
 STAGED_BUCKETS = 2  # limit of the bytes staged at either end
 WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
 MAX_REPLY_BYTES = 64 << 20  # a length that came over an unauthenticated connection must not allocate more
-MAX_SURPLUS_BYTES = 1 << 20  # of a delta over all elements: the same holds for a size
+MAX_SURPLUS_BYTES = 1 << 20  # limit of a delta's bytes beyond all elements, for the same reason
 RECEIVE = "receive"  # the operation of a command that stands for a whole weight sync
 READY = "ready"
 _ACKNOWLEDGE_S = 5.0
@@ -55,7 +55,7 @@ class P2PChannel:
     leader: int  # member
     backend: str
     connect_s: float
-    seconds: float  # in which everything must have ended
+    seconds: float  # limit of the whole transfer
     buckets: tuple[Bucket, ...]
 
     @property
@@ -232,7 +232,7 @@ class Outgoing:
     """One sender's contribution to a bucket of one engine rank."""
 
     position: Position
-    messages: Sequence[Message]  # to the engine rank's member
+    messages: Sequence[Message]  # sent to the engine rank's member
     values: Mapping[Chunk, torch.Tensor]  # the sender's own views: strided, in its type
     dtypes: Mapping[str, torch.dtype]  # types of the engine's parameters
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # The engine's names of models.families.gemma3.VISION_TENSORS: the engine's processes have only the standard library, numpy and torch.
 _VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
 _LOOK_S = 1.0  # between two looks whether the trainer lives
-_ATTRIBUTE = "megatron_dapo_weight_sync"  # on the model, the only object that SGLang keeps between requests
+_ATTRIBUTE = "megatron_dapo_weight_sync"  # The model is the only object that SGLang keeps between requests.
 
 
 class MappedArena:
@@ -144,7 +144,7 @@ class _State:
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
         self.mapped = MappedArena(pinned=self.device.type == "cuda")
-        self._channel: tuple[str, Channel] | None = None  # with the sync it belongs to
+        self._channel: tuple[str, Channel] | None = None  # (sync id, its channel)
 
     def channel(self, command: Command) -> Channel:
         """Return the channel of the command's weight sync, opened once for all its commands."""

@@ -37,7 +37,7 @@ class SyncMemory:
     linked: dict[int, ArenaSpec] = field(default_factory=dict)  # made here, and not mapped by their engine yet
     failures: dict[int, str] = field(default_factory=dict)  # engine -> reason it has no memory
     pids: tuple[int, ...] = ()  # the trainer's processes on this node
-    is_new: bool = False  # on any rank of the node: something had to be mapped, which may have failed
+    is_new: bool = False  # Some rank of the node had to map memory, which may have failed.
 
     @property
     def peak_bytes(self) -> int:
@@ -68,7 +68,7 @@ class NodeMemory:
         self._directory = directory
         self._kept: dict[int, Arena] = {}  # engine rank -> its arena, unlinked and mapped by all that use it
         self._kept_for: dict[int, ServerControl] = {}  # engines this rank leads: whose processes have mapped theirs
-        self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
+        self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # engine rank -> (handle, slots)
         self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
         remove_stale(directory)  # left by runs that were killed
 

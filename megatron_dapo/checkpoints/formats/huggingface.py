@@ -19,7 +19,7 @@ from megatron_dapo.untrusted import blamed_on, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_COMPARE_BYTES = 16 << 20  # per copy, while two copies are compared
+_COMPARE_BYTES = 16 << 20  # read size of each copy when two are compared
 
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")

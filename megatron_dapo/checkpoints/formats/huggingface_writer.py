@@ -130,7 +130,7 @@ def hf_checkpoint_writer(
             yield writer
             writer.finish()
         finally:
-            writer.abandon()  # after finish nothing is open any more
+            writer.abandon()  # Nothing is open after finish.
         copy_side_files(source.path, directory)
         _update_config(directory / "config.json", config_fields or {}, dtype)
         _verify(directory, specs)

@@ -29,7 +29,7 @@ DTYPE_OF_CODE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code,
 CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 Model = TypeVar("Model", bound="StoredModel")
-_CHUNK_BYTES = 1 << 22  # per read; small enough to stay in the CPU cache until it is verified and copied
+_CHUNK_BYTES = 1 << 22  # one read; small enough to stay in the CPU cache until it is verified and copied
 _MIN_DIRECT_BYTES = 1 << 20  # minimum for a read past the page cache, which takes whole pages
 
 
@@ -249,7 +249,7 @@ class StoredModel(ABC):
     stored_names: Mapping[str, str] = MappingProxyType({})  # name -> name in the files, if the two differ
 
     def __init__(self) -> None:
-        self._readers: dict[str, SafetensorsReader] = {}  # by file name
+        self._readers: dict[str, SafetensorsReader] = {}  # keyed by file name
 
     def __enter__(self: Model) -> Model:
         return self

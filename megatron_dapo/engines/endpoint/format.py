@@ -37,7 +37,7 @@ class ChatRequest:
     max_tokens: int | None = None  # None: what is left of the episode
     is_streamed: bool = False
     with_usage: bool = False  # a stream of Chat Completions ends with its usage
-    model: str = MODEL  # as the client calls it
+    model: str = MODEL  # the client's name for it
     num_instructions: int = 0  # first messages, which a request that follows this one does not inherit
     follows: str | None = None  # id of the response whose conversation comes before the messages
 

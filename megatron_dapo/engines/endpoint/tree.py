@@ -38,7 +38,7 @@ class TooManyBranches(RuntimeError):
 class ServedTurn:
     """A turn that a request is answered with."""
 
-    number: int  # in the order of the requests of an episode, from 0
+    number: int  # index among the requests of an episode
     stream: int  # the token stream that it is in, from 0
     parent: ServedTurn | None  # the turn whose context it continues; None: its context is all of the request's messages
     messages: Messages  # new ones: those after the parent's answer

@@ -56,8 +56,8 @@ _JSON = {"Content-Type": "application/json"}
 class Timeouts:
     """Deadlines in seconds."""
 
-    connect_s: float = 10.0  # until the TCP connection stands
-    generate_s: float = 3600.0  # without an answer to any request of the server
+    connect_s: float = 10.0  # TCP connection
+    generate_s: float = 3600.0  # no answer to any request of the server
     control_s: float = 60.0  # abort, pause, resume, server_info, version, begin and end of an update
     flush_s: float = 60.0  # all tries together
     update_s: float = 600.0  # one call that moves weights

@@ -129,7 +129,7 @@ class SglangEngines:
         self._is_attached = False
         self._commands = commands or Rank0Commands(coordination)
         self._commands.handlers[_RESTART] = self._restart_all
-        self._has_progressed = False  # since the main thread last told the other ranks
+        self._has_progressed = False  # reset once the main thread has told the other ranks
         self._controls: dict[int, SglangClient] = {}  # one per server that this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: WeightSync | None = None

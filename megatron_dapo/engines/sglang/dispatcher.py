@@ -52,7 +52,7 @@ class HttpDispatcher:
         self._vocab_size, self._routing = vocab_size, routing
         self._max_connections = max_connections
         self._arrived: queue.SimpleQueue[Outcome | Probed | None] = queue.SimpleQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by attempt, in the loop's thread
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # attempt -> task, in the loop's thread
         self._background: set[asyncio.Task[None]] = set()  # keeps probes from being collected
         self._connections: dict[SglangClient, aiohttp.ClientSession] = {}
         self._answered_at: dict[SglangClient, float] = {}  # last answer of each server, on the loop's clock

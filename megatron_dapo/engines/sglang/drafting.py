@@ -52,7 +52,7 @@ class DraftHistory:
     def __init__(self, num_servers: int, max_tokens: int, max_age: int) -> None:
         self.max_tokens, self.max_age = max_tokens, max_age
         self._pasts: dict[PromptIds, _Past] = {}
-        self._new_tokens = [0] * num_servers  # since a server's corpus was built
+        self._new_tokens = [0] * num_servers  # each server's, counted since its corpus was built
         self._loaded_tokens = [0] * num_servers
 
     def server_of(self, prompt_ids: PromptIds) -> int | None:

@@ -65,10 +65,10 @@ class SglangEngineSettings:
     max_length: int  # tokens of one sequence, prompt + response; see SglangClient.max_length
     vocab_size: int  # the trained model's; an answer with other ids is an error
     max_in_flight: int = 256  # requests at one server, each with a connection; the rest waits here
-    max_tries: int = 5  # per request, before poll raises
+    max_tries: int = 5  # tries per request before poll raises
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
-    stall_s: float = 120.0  # without an answer before a server's health is probed
-    abort_s: float = 60.0  # without any answer while answers of aborted requests are awaited
+    stall_s: float = 120.0  # A server's health is probed after this silence.
+    abort_s: float = 60.0  # longest silence while answers of aborted requests are awaited
     routing: RoutingShape | None = None  # the trained model's, for requests that want it; None: it has no experts
     update_pause: UpdatePause = "abort"  # the mode that the servers were started for
     draft_corpus_tokens: int = 0  # tokens of earlier responses in a server's corpus; 0: no drafts
@@ -105,7 +105,7 @@ class _Server:
     is_suspect: bool = False  # its health is being probed
     last_sign: float = 0.0  # last sign of life, on the monotonic clock
     in_flight: set[int] = field(default_factory=set)  # numbers of attempts
-    num_tokens: int = 0  # in flight
+    num_tokens: int = 0  # tokens in flight
 
     @property
     def is_alive(self) -> bool:
@@ -156,7 +156,7 @@ class SglangEngine:
         self._num_attempts = 0
         self._jobs: dict[str, _Job] = {}  # waiting or in flight
         self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
-        self._in_flight: dict[int, _Job] = {}  # by attempt number
+        self._in_flight: dict[int, _Job] = {}  # attempt number -> job
         self._ready: list[tuple[int, Completion]] = []
         self._affinity: dict[Hashable, _Server] = {}  # server that a prompt, or a request of an affinity, was last sent to
         self._mean_length = 0.0  # mean over responses, 0 before the first

@@ -21,7 +21,7 @@ _LEFTOVER = re.compile(r"/dev/shm/sglang_loads_\S+")
 _SHARED_MEMORY, _LEFTOVER_FILES = Path("/dev/shm"), "sglang_loads_*"
 _LEFTOVER_AGE_S = 60.0  # a younger file may belong to a server that has not mapped it yet
 _TICK_S = 0.02
-_TRACKER_S = 2.0  # for multiprocessing's resource tracker, which removes semaphores when all others have ended
+_TRACKER_S = 2.0  # multiprocessing's resource tracker removes semaphores once all others have ended.
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ProcessTree:
     def record(self) -> None:
         """Remember the processes there are now. SGLang's workers among them have to live as long as the server."""
         self._look()
-        self._workers = {p for p in self._seen if _command_line(p.pid).startswith(b"sglang::")}  # by their titles
+        self._workers = {p for p in self._seen if _command_line(p.pid).startswith(b"sglang::")}
 
     def ended_worker(self) -> ProcessId | None:
         """A recorded worker that is gone."""

@@ -125,7 +125,7 @@ class AttachedServer:
     """A server given by its URL: watched and used, never stopped."""
 
     answers = True  # False: the part of a server on its second or a later node
-    meeting = ""  # where its parts on other nodes meet it (`Meeting`)
+    meeting = ""  # its parts on other nodes meet it here (`Meeting`)
     is_kept = False  # started by an earlier attempt
 
     def __init__(

@@ -52,7 +52,7 @@ class Servers:
         self._own = own
         self._coordination = coordination
         self._api_versions: dict[int, ApiVersion] = {}
-        self._cache_tokens: dict[int, int] = {}  # by the first server with each index
+        self._cache_tokens: dict[int, int] = {}  # server index -> tokens of the first server with this index
 
     def ready(self) -> list[ReadyServer]:
         """Wait until all servers are up and return them by index; ServersFailed on every rank if one does not come up."""
@@ -85,7 +85,7 @@ class Servers:
             lambda views: [list(chain.from_iterable(entries)) for entries in zip(*views)],
             "the servers that have ended",
         )
-        reasons: dict[int, list[str]] = {}  # of all parts of a server
+        reasons: dict[int, list[str]] = {}  # server index -> reasons of all its parts
         for index, reason in found_own:
             reasons.setdefault(index, []).append(reason)
         # A server's own exit reason counts more than a suspicion: it has the end of the log.
@@ -120,9 +120,9 @@ class Part:
     index: int  # server's index
     slot: int  # among the parts of the node
     node_rank: int = 0
-    meeting: str = ""  # where the parts of a server on several nodes meet; "" on the first of them
+    meeting: str = ""  # address at which the parts on several nodes meet; "" for the first part
     num_restarts: int = 0  # 0 for the first server with this index
-    cache_tokens: int | None = None  # of the first server with this index; None for itself
+    cache_tokens: int | None = None  # the first server's with this index; None for itself
 
 
 class StartedServers(Servers):
@@ -156,7 +156,7 @@ class StartedServers(Servers):
         self._restarts_per_hour = restarts_per_hour
         self._restarts: dict[int, list[float]] = {}  # times of each server's restarts in seconds, on rank 0's clock
         self._num_restarts: Counter[int] = Counter()
-        self._have_served = False  # since the last restart
+        self._have_served = False  # A restart resets it.
         self._begin(range(num_servers))
 
     def note_served(self) -> None:

@@ -60,8 +60,8 @@ _POLL_S = 0.05
 # For a kept server to answer. Its scheduler may still wait for weights of a trainer that is dead.
 _TAKE_OVER_S = 75.0
 _TICK_S = 0.2
-_FIRST_TRAINER_S = 600.0  # until the first trainer connects: it may import from a slow file system
-_BIND_S = 30.0  # for a predecessor to end
+_FIRST_TRAINER_S = 600.0  # The first trainer may import from a slow file system.
+_BIND_S = 30.0  # A predecessor may still hold the name.
 _PATHS = ("python", "model_path", "key_file", "log_dir")
 _OF_A_RESTART = ("num_restarts", "replaced_cache_tokens")  # settings that do not tell a kept server from the one wanted
 
@@ -96,7 +96,7 @@ class Supervisor:
     def __init__(self, keep_s: float) -> None:
         self.keep_s = keep_s
         self.is_over = False
-        self.is_told_to_end = False  # by a signal
+        self.is_told_to_end = False  # A signal came.
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()  # guards all fields
         self._num_trainers = 0
@@ -245,7 +245,7 @@ def supervise(name: str, launcher: int, keep_s: float) -> None:
             return
         listener = _listen(name, supervisor)
         stack.callback(listener.server_close)
-        stack.callback(supervisor.close)  # before the name is free for a successor
+        stack.callback(supervisor.close)  # It runs before the name is free for a successor.
         threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": _TICK_S}, daemon=True).start()
         while not supervisor.is_done and not select.select(ends, [], [], _TICK_S)[0]:
             pass
@@ -439,7 +439,7 @@ class SupervisedServer(AttachedServer):
             client.resume_memory(self._released)
             self.remember_released([])
         client.resume()
-        client.server_info()  # by way of its scheduler, which may be busy with the last weight sync
+        client.server_info()  # The scheduler answers it, which may be busy with the last weight sync.
         version = client.weight_version
         with open_http(self.url, self.key_file) as http:
             self.info = checked(self.url, http, self.expectation)

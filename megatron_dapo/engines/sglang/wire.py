@@ -55,11 +55,11 @@ class Generation:
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered; "" if it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
-    routing: np.ndarray | None = None  # for the whole sequence, see Completion
+    routing: np.ndarray | None = None  # whole sequence, see Completion
     support: np.ndarray | None = None  # new tokens only; the form is that of Completion.support
     num_unrouted: int = 0  # tokens left out, as an aborted answer did not say their experts or supports
     num_verifications: int = 0  # decoding steps that verified drafts for it
-    labels: tuple[LabeledTokens, ...] = ()  # in order, one for every run of tokens; empty from servers that label only whole answers
+    labels: tuple[LabeledTokens, ...] = ()  # one for every run of tokens, in order; empty from servers that label only whole answers
 
 
 def generate_body(request: GenerationRequest, rid: str, cache_key: str = "") -> dict[str, Any]:

@@ -104,7 +104,7 @@ class ModelCall:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    status: str = "ok"  # or unparsable, unknown_tool, bad_arguments, refused
+    status: str = "ok"  # ok, unparsable, unknown_tool, bad_arguments or refused
     message: str = ""
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     """Serve episodes until the owner closes the pipe."""
     # Slurm signals every process of a job. A handler, not SIG_IGN, which programs that a user starts would inherit.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    settings = json.loads(io.FileIO(0, "rb", closefd=False).readline())  # without a buffer: the rest may be a command's
+    settings = json.loads(io.FileIO(0, "rb", closefd=False).readline())  # Unbuffered: the rest may be a command's.
     if settings["kind"] == "command":
         _become(settings)
         return

@@ -304,7 +304,7 @@ def logit_gradients(
 @triton.jit
 def gradients_of_kept(
     kept,  # the logits kept by `partial_sums`, from this tile's first token and column on
-    kept_largest,  # from its first token and first column's group on
+    kept_largest,  # largest logits, from the first token and the first column's group on
     target_columns,
     maxima,
     one_over_totals,

@@ -32,7 +32,7 @@ __all__ = ["gradients", "room", "sums"]
 logger = logging.getLogger(__name__)
 
 TOKENS = 8192
-COLUMNS = 1 << 15  # at most: a whole weight may not fit next to a model
+COLUMNS = 1 << 15  # limit: a whole weight may not fit next to a model
 TMA_BYTES = 16  # address and distance of rows are multiples of it
 # For 16-bit factors. Those that `fused` has come first, so that nothing is slower than there.
 CANDIDATES = (

@@ -33,7 +33,7 @@ class Asked:
     kind: str
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
-    is_retry: bool = False  # as its header says
+    is_retry: bool = False  # its header says so
     max_tokens: int | None = None
     after: int | None = None  # the messages follow the answer with this number
 

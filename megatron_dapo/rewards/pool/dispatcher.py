@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 MAX_KILLS = 3  # killed processes after which an answer has no score
 _COMMAND = (sys.executable, "-m", "megatron_dapo.rewards.pool.worker")
-STARTUP_SECONDS = 120.0  # until a process has loaded its verifier: a user's function may import torch
-MODEL_STARTUP_SECONDS = 1800.0  # for a process that reads a reward model first
-_BLOCKED_S = 2.0  # after an answer's deadline, an asynchronous function counts as blocked
+STARTUP_SECONDS = 120.0  # A user's function may import torch.
+MODEL_STARTUP_SECONDS = 1800.0  # The process reads a reward model first.
+_BLOCKED_S = 2.0  # An asynchronous function counts as blocked this long after an answer's deadline.
 STALLED_SECONDS = 0.1  # answers queued after one that takes longer move to other processes
 
 
@@ -41,7 +41,7 @@ class Dispatcher(WorkerOwner[VerifierProcess]):
         super().__init__("verifier")
         self.started: Future[Mapping[str, Any]] = Future()  # the first worker's first message, once it is ready
         self.counts: Counter[str] = Counter()
-        self._oom_kills = oom_kills()  # before those of the pool's processes
+        self._oom_kills = oom_kills()  # kills before the pool starts its processes
         self._hello = json.dumps(settings).encode() + b"\n"
         self._environment = environment
         self._timeout_s, self._concurrency = settings["timeout_s"], settings["concurrency"]
@@ -152,7 +152,7 @@ class Dispatcher(WorkerOwner[VerifierProcess]):
             if task is None:
                 break
             if task.is_alone and worker.queue:
-                self._make_pending(task)  # until a worker has nothing else
+                self._make_pending(task)  # It waits until a worker has nothing else.
                 break
             worker.send(task)
             if worker.capacity <= 0:

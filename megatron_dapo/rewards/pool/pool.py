@@ -205,7 +205,7 @@ class VerifierPool:
         results: dict[Hashable, Any],
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
-        job.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        job.future.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
         for task in tasks:
             task.job = job
         if tasks:

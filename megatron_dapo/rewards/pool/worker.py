@@ -36,8 +36,8 @@ from megatron_dapo.workers.pipes import MAX_MESSAGE_CHARACTERS, claim_pipes, des
 from megatron_dapo.workers.supervisor import start_supervised
 
 OUT_OF_MEMORY = 71  # exit code of a worker in which a whole batch met a MemoryError
-BATCH_WAIT_S = 0.01  # for a batch to fill
-_ROW_CHARACTERS = 60  # of a prompt and of an answer in the message of a failed call
+BATCH_WAIT_S = 0.01
+_ROW_CHARACTERS = 60  # The message of a failed call cuts prompt and answer to this length.
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _THREADS = 4  # threads that may work on one answer all the time until the last resort
 

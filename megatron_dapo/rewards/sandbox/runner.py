@@ -304,8 +304,8 @@ def _limit(job: dict[str, Any], isolation: str) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if isolation.startswith("namespaces"):  # without one, the kernel counts all of the user's processes
-        limits[resource.RLIMIT_NPROC] = job["max_processes"] + 1  # and the runner
+    if isolation.startswith("namespaces"):  # Without one, the kernel counts all of the user's processes.
+        limits[resource.RLIMIT_NPROC] = job["max_processes"] + 1  # + 1: the runner
     for limited, value in limits.items():
         hard = resource.getrlimit(limited)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

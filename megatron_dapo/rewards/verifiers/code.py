@@ -120,7 +120,7 @@ def parse_tests(value: Any) -> list[ProgramTest]:
         except ValueError:
             if not re.search(r"^\s*assert\b", value, re.MULTILINE):
                 raise ValueError(f"tests are neither JSON nor asserts: {value[:80]!r}") from None
-            return [ProgramTest({"asserts": value})]  # with what they define: one test
+            return [ProgramTest({"asserts": value})]  # The asserts share what they define, so they are one test.
     if isinstance(value, Mapping) and "test_list" in value:
         value = value["test_list"]
     if isinstance(value, Mapping):

@@ -109,7 +109,7 @@ def extract(response: str) -> str | None:
 @dataclass(frozen=True)
 class _Box:
     start: int  # start of the macro
-    end: int  # after the closing brace
+    end: int  # position after the closing brace
     content: str
 
 

@@ -161,7 +161,7 @@ def result_of(result: Any) -> VerifierResult:
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
     result = _plain(result)
-    if isinstance(result, bool):  # before numbers: True is an int
+    if isinstance(result, bool):  # Tested before numbers: True is an int.
         return VerifierResult("correct" if result else "wrong")
     if isinstance(result, (int, float)):
         reward = _finite(result)

@@ -84,7 +84,7 @@ class LiveEpisode:
     num_fruitless: int = 0
     is_rewarded: bool = False
     is_paused: bool = False  # held at the end of its window
-    begun_s: float = field(default_factory=time.perf_counter)  # when it was submitted, then its current turn
+    begun_s: float = field(default_factory=time.perf_counter)  # submission time, then start of its current turn
     seconds: dict[str, float] = field(default_factory=lambda: {"generating": 0.0, "acting": 0.0, "waiting": 0.0})
 
     @property
