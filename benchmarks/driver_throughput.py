@@ -405,7 +405,7 @@ def main() -> None:
     if arguments.serve:
         serve(*json.loads(arguments.serve))
         return
-    raise_open_files_limit()  # as every worker does
+    raise_open_files_limit()  # Every worker does this.
     if arguments.tiny:
         arguments.groups, arguments.group_size, arguments.tokens, arguments.servers, arguments.data_parallel = (
             4,

@@ -79,7 +79,7 @@ TRAINED = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-SCALE = 0.08  # of random matrices
+SCALE = 0.08  # standard deviation of random matrices
 LENGTHS = (5, 17, 30, 70, 3, 40, 2, 8, 8, 9, 8, 64)
 TEMPERATURE = 0.8
 # Relative rms error of rounding log-uniform numbers to 3 bits after the leading one, and of a product of two rounded

@@ -7,7 +7,7 @@ A program calls `escaped(what)` if it got what it must not have. Names in capita
 
 from __future__ import annotations
 
-LIMITS = {"seconds_per_test": 1.0, "memory_limit_mb": 256, "max_processes": 12}  # of the preset code
+LIMITS = {"seconds_per_test": 1.0, "memory_limit_mb": 256, "max_processes": 12}  # limits of the preset code
 SLEEP = "98765"  # seconds; this number identifies a process that was left behind
 PRELUDE = """
 import ctypes, mmap, os, resource, signal, socket, struct, subprocess, sys, tempfile, threading, time

@@ -94,7 +94,7 @@ class SimulatedEngine:
         self.policy_version = 0
         self.seconds = 0.0
         self.num_tokens = 0  # generated
-        self.outcomes: dict[str, tuple[int, bool]] = {}  # by request id, of all ever submitted
+        self.outcomes: dict[str, tuple[int, bool]] = {}  # request id -> outcome; all requests ever submitted
         self._population, self._limit, self._slots = population, limit, slots
         self._tick = 0
         self._waiting: deque[GenerationRequest] = deque()

@@ -206,7 +206,7 @@ def measure(size: Size, mode: str, cores: tuple[int, int], python: Path, directo
         *("--output-dir", str(run), *(part for one in settings for part in ("--set", one))),
     ]
     log = directory / "log"
-    marks: list[tuple[float, float, float]] = []  # at the begin of the counted steps and after each: time, CPU of both sides
+    marks: list[tuple[float, float, float]] = []  # (time, CPU of both sides): first counted step's begin, then each end
     with running(command, cores[0], log) as process:
         cpu, deadline = CpuSeconds(psutil.Process(process.pid), cores[1]), time.monotonic() + RUN_S
         while len(marks) < size.steps - size.warm + 1:

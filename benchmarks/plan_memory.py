@@ -43,7 +43,7 @@ from megatron_dapo.plan.memory import stage_memory
 PEER = Path(__file__).resolve().parent / "peers" / "memory_rank.py"
 TIMEOUT_S = 1200.0
 COMPONENTS = ("weights", "gradients", "main_params", "moments", "activations", "head")
-SMALLEST_SHARE = 0.05  # of a stage's total, of the components that count
+SMALLEST_SHARE = 0.05  # Smaller shares of a stage's total do not count.
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 1500,
@@ -219,7 +219,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = draw_cases(arguments.seed, arguments.cases)
     if arguments.tiny:
-        kept = [case for case in cases if case["mode"] == "none"]  # in small models others keep too little to count
+        kept = [case for case in cases if case["mode"] == "none"]  # Others keep too little in small models.
         cases = [next(case for case in kept if case["processes"] == processes) for processes in (1, 2)]
     result = run(cases)
     options.show(result, arguments)

@@ -95,7 +95,7 @@ class Published:
     trainers: int = 0  # GPUs that train while the others generate; 0: all do both in turns
     prompts: int = 64
     calibrates: str = ""  # constant of `Shares` that was set by this row
-    why: str = field(default="", compare=False)  # of a row that is further off than AIM
+    why: str = field(default="", compare=False)  # reason for a row further off than AIM
 
     @property
     def name(self) -> str:

@@ -36,7 +36,7 @@ from megatron_dapo.rewards.sandbox import kernel
 from megatron_dapo.workers.supervisor import descendants
 
 GRACE_S = 3.0  # a busy machine kills late
-DEADLINE_S = 5.0  # of a response: its program has two seconds by the clock
+DEADLINE_S = 5.0  # limit of a response: its program has two seconds by the clock
 FUNCTIONS = """
 import asyncio, os
 

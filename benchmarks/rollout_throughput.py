@@ -56,8 +56,8 @@ class Traffic:
     model_directory: Path
     vocab_size: int
     max_length: int
-    slots: int  # of one embedded engine
-    max_running: int  # of one server
+    slots: int  # one embedded engine's
+    max_running: int  # one server's
     rounds: tuple[tuple[GenerationRequest, ...], ...]
 
 

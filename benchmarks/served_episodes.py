@@ -55,12 +55,12 @@ class ServedSize:
     turn_tokens: int  # most tokens of an episode's turn
     median_s: float  # median seconds of a step, as tools take
     sigma: float  # standard deviation of its logarithm
-    programs: int  # at a time, on both sides
+    programs: int  # concurrent programs, on both sides
     single_turns: int  # turns of each program
     single_tokens: int  # most tokens of such a turn; lengths are evenly spread, the same for each program in another order
     rounds: int  # measurements of each side, which take turns
     context: int = 1024
-    updates: int = 1  # in a play with updates
+    updates: int = 1  # weight updates in a play with updates
     in_flight: int = 64  # requests at the server
 
 

@@ -88,7 +88,7 @@ def transformers_step(
         loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as the actor does
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # The actor clips too.
         optimizer.step()
         return float(loss.detach())
 

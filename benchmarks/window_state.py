@@ -129,7 +129,7 @@ def as_json(collector: WindowCollector, directory: Path) -> tuple[dict[str, floa
 
 def _figures(write: Callable[[], Any], read: Callable[[], Any], paths: Sequence[Path]) -> tuple[dict[str, float], Any]:
     write_seconds, _ = timed(write)
-    read_seconds, state = timed(read)  # from the page cache, for both sides
+    read_seconds, state = timed(read)  # Both sides read from the page cache.
     size = sum(path.stat().st_size for path in paths) / 1e9
     return {"gigabytes": size, "write_seconds": write_seconds, "read_seconds": read_seconds}, state
 

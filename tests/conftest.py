@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"the tests are for megatron-core {wanted}, and {found} is first on the path")
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`: one process runs all tests of a file, and of the files that belong together."""
     if config.getvalue("dist") != "loadfile":

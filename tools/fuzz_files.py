@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.fuzzing.fuzzer import fuzz
 from tools.fuzzing.readers import targets
 
-_MEMORY = 4 << 30  # of address space beyond what the imports take
+_MEMORY = 4 << 30  # address space beyond what the imports take
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

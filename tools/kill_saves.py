@@ -42,8 +42,8 @@ from megatron_dapo.checkpoints.store import (  # noqa: E402
 from megatron_dapo.files.process import FileProcess  # noqa: E402
 
 NUM_RANKS = 2
-LONGEST_S = 0.2  # from the first checkpoint of a life to its kill
-AFTER_S = 0.02  # from the kill to that of the others
+LONGEST_S = 0.2  # longest time between the first checkpoint of a life and its kill
+AFTER_S = 0.02  # time between the kill and that of the others
 VICTIMS = ("rank 0", "rank 1", "file process 0", "file process 1")
 
 

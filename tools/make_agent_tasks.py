@@ -13,7 +13,7 @@ from typing import Any
 
 NUM_TRAIN, NUM_HELDOUT = 512, 64
 NUM_BLIND_TURNS = 2000
-HIGHEST, MOST_GUESSES = 31, 10  # as in examples/agents/guess/guess.py
+HIGHEST, MOST_GUESSES = 31, 10  # the values of examples/agents/guess/guess.py
 _SEED = 7
 
 

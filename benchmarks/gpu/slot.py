@@ -68,7 +68,7 @@ class Case:
     """A program of this repository with its arguments, and what is expected of its figures."""
 
     arguments: tuple[str, ...]
-    seconds: float  # on an H100
+    seconds: float  # measured with an H100
     expected: Mapping[str, Expected] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()  # packages the trainer's interpreter needs

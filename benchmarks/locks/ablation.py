@@ -28,7 +28,7 @@ MONTE_CARLO, FIXED, BY_LENGTH = FixedLambda(1.0), FixedLambda(0.95), LengthAdapt
 class Recipe:
     """VAPO with its parts as switches."""
 
-    reward_model_steps: int = 60  # that the critic starts from
+    reward_model_steps: int = 60  # The critic starts from this reward model.
     pretraining_steps: int = 100
     critic_lambda: LambdaRule = MONTE_CARLO
     policy_lambda: LambdaRule = BY_LENGTH

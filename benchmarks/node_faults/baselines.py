@@ -12,7 +12,7 @@ from megatron_dapo.nodes.denoiser import WINDOW, Denoiser
 from megatron_dapo.nodes.detection import DetectorSettings, Distances, Outlier, find_outlier
 from megatron_dapo.nodes.samples import NodeSamples
 
-_KEPT_VARIANCE = 0.95  # of the principal components
+_KEPT_VARIANCE = 0.95  # share of the variance in the kept principal components
 
 
 def detect_by_mahalanobis(samples: NodeSamples, settings: DetectorSettings) -> Outlier | None:

@@ -62,7 +62,7 @@ _BY_NAME = {metric.name: metric for metric in (*METRICS, *SHOWN_METRICS)}
 PUBLISHED_METRICS = tuple(_BY_NAME[name] for name in PUBLISHED_ORDER)
 ALL_METRICS = (*PUBLISHED_METRICS, *SHOWN_METRICS)
 _NOISE, _CORRELATION, _OFFSET = 0.02, 0.8, 0.005
-_SPIKES_PER_SECOND = 2e-4  # of one second, in one metric of one node
+_SPIKES_PER_SECOND = 2e-4  # Expected one-second spikes per node and metric.
 _RAMP_S = 3.0
 # Share of the way from the level of training to the one of a fault that its metrics go, drawn for each fault. Above 0.5 each
 # fault stands out from every spike, and a denoiser has nothing to do.

@@ -52,7 +52,7 @@ except ImportError:
     bytecheckpoint = None
 
 NAME = "policy"
-MATRIX = 384  # of the work in a step
+MATRIX = 384  # The work of a step multiplies matrices of this size.
 Specification = dict[str, Any]
 
 

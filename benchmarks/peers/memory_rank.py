@@ -125,7 +125,7 @@ class Meter:
 
     def _of_head(self, function: Any) -> Any:
         def run(inputs: Any, other: Any) -> Any:
-            kept = getattr(other, "kept", other)  # of the forward pass, or among what the backward pass gets
+            kept = getattr(other, "kept", other)  # a result of the forward pass, an input of the backward
             # Hidden states that the head keeps are its own, not the layers'.
             self._excluded.add(inputs.hidden.untyped_storage()._cdata)
             with Allocations() as allocations:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-_PORTS = 3  # that are tried
+_PORTS = 3  # tries
 
 
 def run_ranks(

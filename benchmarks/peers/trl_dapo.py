@@ -67,9 +67,9 @@ class Reward:
     def __init__(self, correct: float, incorrect: float, stop_ids: Sequence[int]) -> None:
         self._correct, self._incorrect, self._stop_ids = correct, incorrect, frozenset(stop_ids)
         self.seconds = 0.0
-        self.useful_samples = 0  # of groups with right and wrong responses
+        self.useful_samples = 0  # samples in groups with right and wrong responses
         self.response_tokens = 0
-        self.batches: list[dict[str, float]] = []  # of this process's responses, but the accuracy of all
+        self.batches: list[dict[str, float]] = []  # this process's responses, but everyone's accuracy
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], answer: Sequence[str], **unused: Any
@@ -104,7 +104,7 @@ class Clock(TrainerCallback):
         self._resumed = 0.0
         self.step_ends: list[float] = []
         self.evaluations: list[dict[str, float]] = []
-        self.entropies: list[float] = []  # of each batch
+        self.entropies: list[float] = []  # one per batch
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **unused: Any) -> None:
         if logs and "entropy" in logs:
@@ -291,7 +291,7 @@ def trainer_settings(specification: Specification) -> GRPOConfig:
         adam_epsilon=optimizer["epsilon"],
         max_grad_norm=optimizer["clip_grad"],
         gradient_checkpointing=False,
-        logging_strategy="steps",  # of the entropy, once a batch
+        logging_strategy="steps",  # logs the entropy once a batch
         logging_steps=specification["optimizer_steps_per_batch"],
         save_strategy="no",
         eval_strategy="no",

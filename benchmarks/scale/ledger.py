@@ -22,7 +22,7 @@ SHORT_BYTES, LENGTH_BYTES = 1024, 8  # frames of megatron_dapo.parallel.coordina
 class Ledger:
     """Counts of one rank, in total and, as `away`, to and from other nodes."""
 
-    node_of: Callable[[int], int]  # of a rank of the world
+    node_of: Callable[[int], int]  # rank of the world -> node
     rank: int
     sent: Counter[str] = field(default_factory=Counter)  # kind -> bytes
     sent_away: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class CountedGroup:
         self._ranks, self._ledger, self._inner, self._neighbors = list(ranks), ledger, inner, neighbors
         self._index = self._ranks.index(ledger.rank)
         self._stride = self._ranks[1] - self._ranks[0] if len(ranks) > 1 else 1
-        self._rest = b""  # of a value that comes down the tree
+        self._rest = b""  # unread bytes of a value that comes down the tree
         for rank in self._ranks:
             if rank != ledger.rank:
                 ledger.connect(f"coordination {number}", rank)

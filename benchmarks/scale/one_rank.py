@@ -58,7 +58,7 @@ MODEL = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
-SCALE = 256  # of the bytes
+SCALE = 256  # divisor of byte sizes
 ENOUGH = 1 << 40  # buckets that a stand-in claims to have loaded
 
 
@@ -150,7 +150,7 @@ class OtherRanks:
         self._num_ranks, self._per_node, self._rank = num_ranks, per_node, rank
         self._servers_per_node = servers_per_node
         self._slot_bytes = slot_bytes
-        self.arenas: dict[str, Any] = {}  # of this rank's node, as its leader announces them
+        self.arenas: dict[str, Any] = {}  # this node's, as its leader announces them
 
     def answer(self, value: Any, first: int, last: int) -> Any:
         """Return what stands for ranks [first, last) if this rank's part of an exchange is `value`."""
@@ -375,7 +375,7 @@ def open_sockets() -> int:
     for entry in Path("/proc/self/fd").iterdir():
         try:
             count += os.readlink(entry).startswith("socket:")
-        except FileNotFoundError:  # of the listing itself
+        except FileNotFoundError:  # the listing's own descriptor
             continue
     return count
 

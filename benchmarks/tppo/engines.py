@@ -34,9 +34,9 @@ class Roofline:
     context_bytes: float = 64 * 8 * 128 * 2 * 2  # keys and values of a token: layers, heads, head size, both, bf16
     gpus: int = 8
     gpu: Gpu = GPUS["H100"]
-    flops_reached: float = 0.6  # of the GPU's peak
-    bandwidth_reached: float = 0.78  # as the published ticks of two H100 have it
-    overhead: float = 2.5e-3  # of a tick: all-reduces, launches, sampling
+    flops_reached: float = 0.6  # share of the GPU's peak
+    bandwidth_reached: float = 0.78  # share of the peak, fitted to the published ticks of two H100
+    overhead: float = 2.5e-3  # seconds per tick: all-reduces, launches, sampling
 
     def tick(self, running: float) -> float:
         """Seconds without the reading of contexts: weights are read once, each response multiplies them."""

@@ -16,7 +16,7 @@ MAX_TOKENS = 24576
 WINDOW = 8192
 NUM_RESPONSES = 512 * 16
 WARMUP_STEPS, COUNTED_STEPS = 6, 20
-TRAINING_SHARE = 0.25  # of a full-synchronous step
+TRAINING_SHARE = 0.25  # share of a full-synchronous step
 FORWARD, TRAIN = 1.0, 3.0  # cost of a token in one model
 GOAL = 2.5
 
@@ -55,8 +55,8 @@ class Setting:
     window: int = WINDOW
     num_responses: int = NUM_RESPONSES
     per_engine: int = 16
-    prefill_cost: float = 0.1  # of the decoding cost per token of a full engine
-    context_cost: float = 0.0  # of a tick, for each token of context that is read; 0: part of the curve
+    prefill_cost: float = 0.1  # relative to the decoding cost per token of a full engine
+    context_cost: float = 0.0  # ticks per token of context that is read; 0: part of the curve
     training_share: float = TRAINING_SHARE
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class StepCost:
 
     rollout: float
     tokens: int  # generated, and trained by the policy
-    work: float  # of training
+    work: float  # training work
     idle_share: float
     again: float = 0.0  # prefill of unfinished responses after a weight update during the rollout
 
@@ -201,7 +201,7 @@ def busy_speedup(setting: Setting, seed: int = 0) -> float:
     """
     full = mean_step(synchronous_steps(setting, torch.Generator().manual_seed(seed)))
     lengths = setting.tail.draw(200_000, torch.Generator().manual_seed(seed + 1)).double()
-    context = float((lengths * (lengths - 1) / 2).sum() / lengths.sum())  # that a token reads, mean
+    context = float((lengths * (lengths - 1) / 2).sum() / lengths.sum())  # mean context of a token
     tick = (
         float(tick_lengths(setting.curve, setting.per_engine)[-1]) + setting.per_engine * context * setting.context_cost
     )

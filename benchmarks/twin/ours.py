@@ -111,7 +111,7 @@ class SimulatedServers:
         self.policy_version = -1
         self.prefix_reuse = PrefixReuse()
         self.num_computed_again = 0
-        self.lengths: dict[int, list[int]] = {}  # by group number
+        self.lengths: dict[int, list[int]] = {}  # group number -> lengths
         self.first_groups: dict[int, int] = {}  # prompt -> the first group of it
         self._clock, self._settings = clock, settings
         self._requests: dict[str, GenerationRequest] = {}
@@ -292,7 +292,7 @@ class Run:
         self._num_taken = 0  # batches or parts
         self.time = 0.0
         self.version = -1
-        self.trained: list[list[tuple[int, int]]] = []  # by step: (group, age)
+        self.trained: list[list[tuple[int, int]]] = []  # step -> [(group, age)]
         self.token_ages: list[Counter[int]] = []  # one counter for each step
         self.num_events = 0  # polls after which the accounts were checked
 
@@ -330,7 +330,7 @@ class Run:
         accounts = self.inner.accounting()
         assert accounts.is_balanced, f"prompts were lost: {accounts}"
         if not progress.num_in_flight and progress.num_accepted < progress.num_groups:
-            self.servers.wait()  # for newer weights
+            self.servers.wait()  # It waits for newer weights.
 
     def outcome(self) -> Outcome:
         """Train all steps and return their means."""

@@ -39,7 +39,7 @@ class Model:
         self.num_computed_again = 0.0
         self._begun: dict[int, int] = {}  # open or decided group -> version at its start, in start order
         self._open: dict[int, int] = {}  # group -> responses that run
-        self._decided: list[int] = []  # in the order of their ends
+        self._decided: list[int] = []  # ordered by their ends
         self.trained: list[list[tuple[int, int]]] = []
         self._start()
 

@@ -113,7 +113,7 @@ class Engine:
         self.now = 0.0  # time up to which it is simulated; ahead of the caller's during a prefill or a pause
         self.step = 0.0
         self.context = 0.0
-        self.busy_seconds = self.response_seconds = 0.0  # with a running response; summed over those
+        self.busy_seconds = self.response_seconds = 0.0  # seconds with a running response; their sum over responses
         self.running: list[tuple[float, int, Response, float]] = []  # heap: (end, number, response, step of its begin)
         self.waiting: deque[Response] = deque()
         self._groups: set[Hashable] = set()  # groups with a cached prompt

@@ -14,7 +14,7 @@ from tools.virtual_cluster import CONTROLLER, VirtualCluster
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sh"
-RUN_S = float(os.environ.get("MEGATRON_DAPO_CLUSTER_RUN_S", "420"))  # of a run on a machine that others use too
+RUN_S = float(os.environ.get("MEGATRON_DAPO_CLUSTER_RUN_S", "420"))  # limit of a run on a machine that others use too
 REQUIRED = "MEGATRON_DAPO_CLUSTER"  # set by `make test-cluster`: a machine that cannot run these tests is then an error
 
 # A few steps of the quickstart on 4 prompts; {rest} says what generates.

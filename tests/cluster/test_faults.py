@@ -19,8 +19,8 @@ from tools.virtual_cluster import VirtualCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NAMED_S = 20.0  # from a fault to the record of its culprit
-END_S = 10.0  # from there to the end of all ranks
+NAMED_S = 20.0  # limit between a fault and the record of its culprit
+END_S = 10.0  # limit between that record and the end of all ranks
 
 
 class Job:

@@ -20,7 +20,7 @@ STEPS_OF_JOB, GROUPS, GROUP_SIZE, WARMUP, PEAK = 2, 4, 4, 8, 1e-3
 def test_two_nodes_one_and_two_again(
     two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    layout = write_layout(tmp_path, num_processes=0)  # as many as the job has
+    layout = write_layout(tmp_path, num_processes=0)  # 0: as many as the job has
     for number, num_nodes in enumerate((2, 1, 2), start=1):
         sets = f"run.total_steps={number * STEPS_OF_JOB} optimizer.warmup_steps={WARMUP}"
         job = submit(two_nodes, job_environment, layout, sets=sets, num_nodes=num_nodes)

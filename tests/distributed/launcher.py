@@ -227,7 +227,7 @@ def _work(job: Job) -> None:
     try:
         function, sound = _load(job.target), _package_callables()
         gc.collect()
-        gc.freeze()  # or each later collection spends 0.2 s on what the imports made
+        gc.freeze()  # Each later collection would spend 0.2 s on objects of the imports.
         dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
         result = function(json.loads((directory / "arguments.json").read_text()))
         _require_megatron_core()

@@ -26,7 +26,7 @@ def payload_of(texts: list[str]) -> bytes:
 class Strike(ABC):
     """A fault that strikes a message: the commands of every rank, and the command of one rank that it affects."""
 
-    texts: list[list[str]]  # of every rank
+    texts: list[list[str]]  # commands of every rank
     rank: int
     at: int
     random: random.Random

@@ -64,7 +64,7 @@ class OneStream:
     """Point-to-point operations in one stream: a batch waits for the one before it, as kernels of a communicator do."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.newest: Work | None = None  # that was started
+        self.newest: Work | None = None  # the last one started
         self._gpu: HardwareQueue = getattr(_gpu, "queue", None) or HardwareQueue()
         self._group = peer_group._gloo(store, rank, size, timeout, "127.0.0.1")
         self._rank, self._size, self._timeout = rank, size, timeout

@@ -31,7 +31,7 @@ from megatron_dapo.types import MicroBatch, Prompt, SamplingParams
 
 PACKAGE = Path(megatron_dapo.__file__).parent
 MARKER = (41, 7, 29, 53)  # token ids of the traced prompt
-NAME = "000000000000/0"  # of its first response
+NAME = "000000000000/0"  # the prompt's first response
 _DEPTH = 4  # containers and records inside one another
 
 

@@ -138,7 +138,7 @@ def damaged(arguments: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         file = store.path(2) / rank_file(NAME, 3)
         content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1  # of a tensor: the random state at the end is not loaded into every layout
+        content[len(content) // 2] ^= 1  # a tensor: some layouts do not load the random state at the end
         file.write_bytes(content)
     dist.barrier()
     other = build(arguments, case, {"layout": arguments["loaded"]})

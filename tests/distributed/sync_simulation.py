@@ -170,7 +170,7 @@ class ThreadCoordination:
         timeout_s: float,
         down: Callable[[Any], Any] = lambda found: found,
     ) -> Any:
-        return combine(self.gather(value, what, timeout_s))  # as in one group: all ranks know the whole
+        return combine(self.gather(value, what, timeout_s))  # All ranks of one group know the whole, too.
 
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         return torch.stack(self._meet(values.clone(), what, timeout_s)).sum(0)

@@ -55,7 +55,7 @@ def test_a_rank_fails_with_another_megatron_core_or_modules_of_two(
         monkeypatch.delitem(sys.modules, name)
     core = SimpleNamespace(__version__=version, __file__="/new/megatron/core/__init__.py")
     monkeypatch.setitem(sys.modules, "megatron.core", core)
-    monkeypatch.setitem(sys.modules, "megatron.core.models", SimpleNamespace(__file__=None))  # without an __init__.py
+    monkeypatch.setitem(sys.modules, "megatron.core.models", SimpleNamespace(__file__=None))  # no __init__.py
     model = SimpleNamespace(__file__=f"{directory}/megatron/core/models/gpt.py")
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", model)
     monkeypatch.setenv("MEGATRON_DAPO_MEGATRON_CORE", "0.19.2")

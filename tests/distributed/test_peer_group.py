@@ -84,7 +84,7 @@ def join_in_threads(peers: dict[int, set[int]], *, meshed: bool = False) -> list
 def open_sockets() -> set[str]:
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             found.add(os.readlink(entry))
     return {name for name in found if name.startswith("socket:")}
 

@@ -82,7 +82,7 @@ class FaultyEngine(SimulatedEngine):
         super().__init__(world.layout, index)
         self.world, self.index, self.truth = world, index, truth
         self.fault: Fault | None = None
-        self.num_commands = 0  # of this sync, in earlier messages
+        self.num_commands = 0  # this sync's, in earlier messages
         self.late: list[Callable[[], None]] = []  # messages that arrive after their deadline
         self.num_running = 0  # calls in progress, including those that the trainer gave up on
         self.lock = threading.Lock()
@@ -321,7 +321,7 @@ class Trial:
         self.version = 0
         self.fired: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        self.deltas: Counter[str] = Counter()  # of those that fired
+        self.deltas: Counter[str] = Counter()  # deltas among those that fired
         self.longest_s = 0.0
         self.start_trainer()
         self.recover()

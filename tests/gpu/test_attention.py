@@ -12,7 +12,7 @@ from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, c
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("real_gpu")]
 
 LENGTHS = (1, 7, 128, 129, 300, 64)
-BOUND = 1e-2  # of the norm: products of bf16
+BOUND = 1e-2  # relative to the norm: products of bf16
 
 
 def exact(query, key, value, window: int | None) -> torch.Tensor:

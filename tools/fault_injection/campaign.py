@@ -22,16 +22,16 @@ from tools.fault_injection.cluster_run import ClusterRun, is_given_up, wait_unti
 from tools.fault_injection.faults import Injector
 from tools.virtual_cluster import VirtualCluster
 
-READY_S = 300.0  # from a submission or the end of an attempt until the next one trains
-PHASE_S = 120.0  # for a phase to come
+READY_S = 300.0  # limit: submission or end of an attempt to training of the next one
+PHASE_S = 120.0  # limit for the start of a phase
 VERDICT_S = 60.0
 SLURM_S = 120.0
 HOLD_S = 20.0  # seconds that a removable fault stays at most, if the run must survive it
 _TYPICAL_S = {"generate": 1.0, "score": 0.7, "train": 0.4, "weight_sync": 0.05, "checkpoint": 0.05, "evaluate": 2.0}
-NUM_REPLAYS = 2  # of the last steps; of each the checkpoint before it is kept, and one may be newer
+NUM_REPLAYS = 2  # the last steps; the checkpoint before each is kept, and one may be newer
 _WRITING = frozenset({"record", "checkpoint"})
 MAX_SUBMITTED = 3  # jobs for one fault: the one before it may have ended its own
-_VISITS = 8  # of a phase, before a fault comes at its begin
+_VISITS = 8  # visits of a phase before a fault comes at its begin
 
 Say = Callable[[str], None]
 Append = Callable[[dict[str, Any]], None]
@@ -53,7 +53,7 @@ class Campaign:
     append: Append
     say: Say
     seed: int = 0
-    deadline: float = float("inf")  # by time.monotonic; no fault is injected later
+    deadline: float = float("inf")  # time.monotonic; no fault is injected later
     _num_runs: int = 0
     _ended: list[tuple[Path, int]] = field(default_factory=list)  # output of embedded runs, newest checkpoint
 

@@ -31,9 +31,9 @@ class Fault:
     name: str
     kind: str  # CRASH, ...
     meaning: str
-    causes: tuple[str, ...] = ()  # of failure.json that name it
+    causes: tuple[str, ...] = ()  # causes in failure.json that name it
     scope: str = "rank"  # "rank"; "node" (rank -1); "pair": the node and another one (rank -1); "shared": whichever rank met it first
-    configuration: str = "embedded"  # of the run: "embedded" engine, or "servers"
+    configuration: str = "embedded"  # "embedded" engine, or "servers"
 
 
 FAULTS = {

@@ -97,7 +97,7 @@ class RankProcess:
 
     rank: int
     node: str
-    pid: int  # as the machine counts
+    pid: int  # machine-wide
     page: StatusPage
 
     def has_ended(self) -> bool:

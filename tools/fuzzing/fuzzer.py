@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.fuzzing.target import Target, check_message
 
-SECONDS = 1.0  # of processor time for one input
+SECONDS = 1.0  # processor time for one input
 
 
 @dataclass

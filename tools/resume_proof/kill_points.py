@@ -36,8 +36,8 @@ from tools.resume_proof.moved_state import moved_state_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.002
-STACK_S = 0.004  # for the workers to write their stacks before they are killed
-ORPHAN_S = 20.0  # for verifier processes to notice that their worker is gone
+STACK_S = 0.004  # The workers write their stacks before they are killed.
+ORPHAN_S = 20.0  # limit for verifier processes to notice that their worker is gone
 MAX_LATE = 5  # kills that came after the end, drawn again
 
 SAVING_S = 0.03  # an aimed kill comes within this time of the first byte of a checkpoint
@@ -68,12 +68,12 @@ class KillPoint:
 
     aim: str  # the drawn moment
     phase: str
-    trained_steps: int  # on record at the kill
+    trained_steps: int  # steps on record at the kill
     checkpoints: tuple[str, ...]  # directories at the kill, unfinished ones included
     resumed_from: str  # the checkpoint; "": it began anew
     episodes_continued: int  # unfinished episodes with turns in that checkpoint
     difference: str
-    wall_seconds: float  # of the point
+    wall_seconds: float  # the point's
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class ResumeProofReport:
     first_difference: str | None
     phases: Mapping[str, int]  # number of kills by phase
     restarts_from_a_checkpoint: int
-    checkpoints_with_carried_groups: int  # of the reference: groups in the buffer, or unfinished windows
+    checkpoints_with_carried_groups: int  # the reference's: groups in the buffer, or unfinished windows
     episodes_continued: int  # unfinished episodes with turns in the checkpoints from which runs were resumed
     train_steps: int
-    start_up_seconds: float  # of the reference
-    run_seconds: float  # of the reference, after start-up
-    seconds: float  # of everything
+    start_up_seconds: float  # the reference's
+    run_seconds: float  # the reference's, start-up excluded
+    seconds: float  # the whole proof's
     kills: Sequence[KillPoint]
 
     def to_json(self) -> dict[str, Any]:

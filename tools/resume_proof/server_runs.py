@@ -39,8 +39,8 @@ from tools.resume_proof.kill_points import (
     resumed_from,
 )
 
-MAX_STALENESS = 1  # of all recipes with servers
-FIRST_SPAN_S = 60.0  # after start-up; a run that is over earlier makes it shorter
+MAX_STALENESS = 1  # all recipes with servers have it
+FIRST_SPAN_S = 60.0  # start-up excluded; a run that is over earlier makes it shorter
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ServerPoint:
     responses_held: int  # unfinished responses with tokens in that checkpoint
     tokens_held: int  # sampled in them
     tokens_again: int  # those sampled again
-    tokens_sampled: int  # by the resumed run, in what it trained
+    tokens_sampled: int  # the resumed run's, in what it trained
     mean_age: float  # mean age of the tokens that it trained, in policy versions
     begun_anew: int
     problem: str  # the first one, "" for none

@@ -56,7 +56,7 @@ class VersionProof:
     update_pause: UpdatePause
     engine: str = ""  # SGLang's version
     overlap: bool = False  # SGLang's overlap scheduler is on
-    tokens: int = 0  # whose labels were compared
+    tokens: int = 0  # tokens whose labels were compared
     responses: int = 0
     versions: int = 0  # published
     wrong_labels: int = 0  # tokens that weights of another version sampled than their label says

@@ -20,7 +20,7 @@ VOCAB_SIZE = 300
 FIRST_PROMPT_TOKEN, LAST_PROMPT_TOKEN = 3, 99
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS = 128, 2, 2, 1
 _CLEAN, _MIXED = 100, 200  # first ids of the two kinds of tokens
-_CONSTANT, _SHARE = 30.0, 1e5  # of the head's rows
+_CONSTANT, _SHARE = 30.0, 1e5  # values in the head's rows
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -75,13 +75,13 @@ class ClusterSettings:
     """Size and timing of a virtual cluster."""
 
     num_nodes: int = 2
-    cpus: int = 128  # that a node claims
+    cpus: int = 128  # CPUs that a node claims
     gpus: int = 8  # GPUs that a node claims: CUDA_VISIBLE_DEVICES is set, but there is no device
     memory_gib: float = 0.0  # limit of a node's cgroup; 0: none
     cpu_cores: float = 0.0  # CPU time of a node, in cores; 0: no limit
     slurmd_timeout_s: int = 30  # silence after which slurmctld gives a node up (Slurm's default: 300)
     kill_wait_s: int = 30  # between a job's SIGTERM and SIGKILL (Slurm's default)
-    requeue_delay_s: int = 10  # before a requeued job starts again (Slurm's default: 120)
+    requeue_delay_s: int = 10  # delay of a requeued job (Slurm's default: 120)
 
 
 @dataclass(frozen=True)

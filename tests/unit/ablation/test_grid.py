@@ -65,7 +65,7 @@ def test_every_variant_is_checked_before_the_first_run(write_grid: WriteGrid) ->
     with pytest.raises(ConfigError) as error:
         planned(write_grid(text))
     lines = str(error.value).splitlines()[1:]
-    assert len(lines) == 2  # of both variants, as the second one has the key as well
+    assert len(lines) == 2  # Both variants fail: the second one has the key as well.
     assert "variant 'GRPO': algorithm.loss.clip_ratio_hihg: expected a known key" in lines[0]
     with pytest.raises(ConfigError, match="variant '\\+ clip-higher': training.mini_batch_prompts: expected"):
         planned(write_grid(GRID + "set.training.mini_batch_prompts = 7\n"))

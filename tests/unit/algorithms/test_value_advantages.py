@@ -213,7 +213,7 @@ def in_streams(one, numbers, draw):
     """
     length, start = one.num_response_tokens, one.critic_context.window.start
     bounds = sorted({0, length, *(draw.randint(0, length) for _ in range(draw.randint(0, 4)))})
-    streams: list[list[int]] = []  # for each position the token's number, or -1
+    streams: list[list[int]] = []  # [stream][position] -> number of the token, or -1
     turns: list[list[TurnCredit]] = []
     for order, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         number = draw.randint(0, min(len(streams), 2))

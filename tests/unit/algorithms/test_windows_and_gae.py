@@ -31,7 +31,7 @@ def test_windows_with_masked_gaps_and_a_lambda_each(gamma: float) -> None:
     lengths = torch.tensor([7, 1, 12, 5, 9])
     finished = torch.tensor([False, False, True, True, False])
     mask = torch.ones(34)
-    mask[[0, 3, 6, 9, 19, 20, 25, 33]] = 0  # at the head, inside and at the end of windows
+    mask[[0, 3, 6, 9, 19, 20, 25, 33]] = 0  # head, inside and end of windows
     values, outcomes = random(34, 0), torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0], dtype=torch.float64)
     lambdas = WindowLambda(alpha=0.5, floor=0.6, window=12)(lengths + 20, finished)
     assert lambdas[0] != lambdas[2]

@@ -77,7 +77,7 @@ CHANGES = ("os.rename", "os.remove", "os.rmdir")
 sys.addaudithook(lambda event, arguments: step() if event in CHANGES else None)
 exchange = atomic_directory._exchange
 def watched(one, other):
-    step()  # before it, and after it at the first removal
+    step()  # a kill before the exchange; the first removal comes after it
     return can_exchange and exchange(one, other)
 atomic_directory._exchange = watched
 atomic_directory.put_in_place(fresh, target)

@@ -116,7 +116,7 @@ def test_the_run_does_not_wait_for_a_slow_disk(tmp_path: Path, files: FileProces
     assert run.saves.status == IN_FLIGHT
     while run.saves.status == IN_FLIGHT:
         time.sleep(0.01)
-    require_state_of(run.store.open(2), 2)  # in place before anybody asked for its end
+    require_state_of(run.store.open(2), 2)  # It is in place before anybody has asked for its end.
     saved = run.saves.finish()
     assert blocked < 0.2 * saved.seconds, (blocked, saved.seconds)
 

@@ -56,7 +56,7 @@ class Block:
     line: int
     kind: str
     text: str
-    reason: str  # that it is not run, "" for one that is
+    reason: str  # reason not to run it; "" for one that runs
 
 
 def blocks() -> Iterator[Block]:

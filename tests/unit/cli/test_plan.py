@@ -34,7 +34,7 @@ def test_every_shipped_layout_fits_by_its_plan_from_an_empty_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     host = ["--host-memory", "2000"] if layout.stem == "colocated_1node_32b" else []
-    named = layout.relative_to(EXAMPLES.parent)  # as the documentation prints it
+    named = layout.relative_to(EXAMPLES.parent)  # the documentation prints it so
     result = CliRunner().invoke(app, ["plan", str(named), "--json", *host])
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and not report["problems"]

@@ -26,7 +26,7 @@ from tests.unit.plan.models import MODELS, size_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 DEFAULT = Machines()
-ROOM = 5 * GIB  # of a GPU, that every layout leaves
+ROOM = 5 * GIB  # Every layout leaves this much of a GPU.
 LARGE_NODES = {"colocated_1node_32b": 2000.0}  # GiB of host memory, where 1,000 are too little
 SMALL_NODES = {"lora_1node_1gpu_7b": 1}  # GPUs, where 8 are too many
 LAYOUTS = sorted((EXAMPLES / "layouts").glob("*.toml"))

@@ -40,7 +40,7 @@ def test_origin_of_every_value_is_known(recipe: Path) -> None:
     others = {"algorithm.advantage.variant", "algorithm.advantage.weighting", "algorithm.advantage.scale"}
     others |= {"algorithm.advantage.function", "algorithm.advantage.weights"}
     others |= {path for path in leaf_fields() if path.startswith("algorithm.loss.")} - set(loaded.origins)
-    assert set(leaf_fields()) - set(loaded.origins) == others  # of members of a union that are not chosen
+    assert set(leaf_fields()) - set(loaded.origins) == others  # `others` are members of a union that are not chosen.
     assert loaded.origins["rollout.group_size"] == str(recipe)
     assert loaded.origins["rollout.top_k"] == "--set"
     assert loaded.origins["rollout.top_p"] == "default"
@@ -166,7 +166,7 @@ def test_all_unknown_keys_and_wrong_types_are_reported_together(recipe: Path) ->
         "rollout.group_size",
         "run.seed",
         "model.dtype",
-        "model.path",  # that there is data is a rule of the validator: files or sources
+        "model.path",  # The validator checks that there is data: files or sources.
     }
     assert "'float32' or 'bfloat16'" in found["model.dtype"] and "(bf16 is bfloat16)" in found["model.dtype"]
     assert str(recipe) in found["run.seed"]

@@ -28,7 +28,7 @@ EXPERTS = {
     "num_key_value_heads": 4,
     "head_dim": 128,
     "hidden_size": 2048,
-    "intermediate_size": 6143,  # of no layer
+    "intermediate_size": 6143,  # No layer has this size.
 }
 SEQUENCE = "parallel.tp_size=4 parallel.sequence_parallel=true"
 

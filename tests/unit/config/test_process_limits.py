@@ -39,7 +39,7 @@ def test_limits_of_a_container_by_control_groups_of_version_1(tmp_path: Path, mo
         tmp_path,
         "4:memory:/docker/f00\n3:cpu,cpuacct:/docker/f00",
         {
-            f"{memory}/memory.limit_in_bytes": str(8 << 30),  # of the container: its path on the host is not here
+            f"{memory}/memory.limit_in_bytes": str(8 << 30),  # the container's: its path on the host is not here
             f"{cpu}/cpu.cfs_quota_us": "100000",
             f"{cpu}/cpu.cfs_period_us": "100000",
         },

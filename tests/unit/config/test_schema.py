@@ -110,7 +110,7 @@ THROUGH = {
     "value_pretraining.train_paths": "pretraining_config",
     "value_pretraining.max_steps": "pretraining_config",
 }
-THROUGH |= {one.limit: "RUN_ALARMS" for one in RUN_ALARMS if isinstance(one.limit, str)}  # by the keys in its table
+THROUGH |= {one.limit: "RUN_ALARMS" for one in RUN_ALARMS if isinstance(one.limit, str)}  # Its table names these keys.
 # Their whole purpose is to let the validator accept something.
 CONFIRMATIONS = (
     "sglang.allow_quantization_bias",

@@ -403,7 +403,7 @@ QWEN_30B_A3B = parse_architecture(
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
         "hidden_size": 2048,
-        "intermediate_size": 6145,  # of dense layers, of which it has none
+        "intermediate_size": 6145,  # size of dense layers, which it does not have
         "max_position_embeddings": 40960,
         "num_experts": 128,
         "moe_intermediate_size": 768,

@@ -124,7 +124,7 @@ def test_without_a_network_it_says_what_to_do_in_seconds(tmp_path: Path) -> None
         ("hf:/Qwen/Qwen2.5-0.5B@main", True, HubReference("Qwen/Qwen2.5-0.5B", "main")),
         ("hf:/openai/gsm8k/main/train.parquet", False, HubReference("openai/gsm8k", None, "main/train.parquet")),
         ("hf:/datasets/openai/gsm8k", False, HubReference("openai/gsm8k")),
-        ("openai/gsm8k", False, None),  # of data only with the mark: "data/train" is a path
+        ("openai/gsm8k", False, None),  # Data needs the mark: "data/train" is a path.
         ("models/qwen/base", True, None),
         ("there/base", True, None),
         ("base", True, None),

@@ -69,7 +69,7 @@ def test_supports_are_restored():
     back = from_tensors(json.loads(json.dumps(description)), tensors)
     assert torch.equal(back[0].support, supports[0]) and torch.equal(back[2].support, supports[1])
     assert back[1].support is None and back[0].support.dtype == torch.int32
-    del description["support"]  # as in batches dumped before supports were recorded
+    del description["support"]  # Batches dumped before supports were recorded have none.
     assert not any(one.support is not None for one in from_tensors(description, without(tensors, "support")))
     with pytest.raises(ValueError, match="support holds 6 values, its lengths add up to 0"):
         from_tensors(description, tensors)

@@ -218,7 +218,7 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
     if not tasks.exists():
         pytest.skip("reasoning-gym is not installed; make .venv-tasks installs it")
     monkeypatch.syspath_prepend(tasks)
-    monkeypatch.setenv("PYTHONPATH", f"{tasks}:{ROOT}")  # of the process that makes the problems
+    monkeypatch.setenv("PYTHONPATH", f"{tasks}:{ROOT}")  # The process that makes the problems reads it.
 
 
 @pytest.mark.usefixtures("reasoning_gym")

@@ -62,7 +62,7 @@ def test_a_stream_only_grows_whatever_was_sampled(name):
             assert stream[: len(before)] == before
             texts.append(text_of(turns, delta.token_ids))
             position = 0
-            for message in new:  # in order, each once
+            for message in new:  # each once, in order
                 position = max(
                     texts[-1].find(form, position)
                     for form in (message["content"], json.dumps(message["content"], ensure_ascii=False)[1:-1])

@@ -244,7 +244,7 @@ def test_each_source_has_its_own_estimates_beside_those_of_all_problems():
     assert EvaluationResult.from_json(result.to_json()) == result
     document = json.loads(result.to_json())
     for record in document["problems"]:
-        del record["source"]  # as earlier releases wrote it
+        del record["source"]  # Earlier releases did not write it.
     assert EvaluationResult.from_json(json.dumps(document)).sources == ()
     with pytest.raises(ValueError, match="it has hard, easy"):
         result.of_source("medium")

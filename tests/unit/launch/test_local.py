@@ -60,7 +60,7 @@ def test_workers_meet_on_loopback_at_a_port_that_no_other_process_can_take(
         assert facts == [rank, "2", rank, "127.0.0.1"]
         assert "--rdzv-backend=static" in agent and "--standalone" not in agent
         assert stores == ["127.0.0.1"]
-    with socket.socket() as after:  # and it is free at the end
+    with socket.socket() as after:  # The port is free at the end.
         after.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         after.bind(("127.0.0.1", found[0]))
 

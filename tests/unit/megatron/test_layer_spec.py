@@ -19,7 +19,7 @@ from megatron_dapo.megatron.layer_spec import class_of, route, submodules_of
 
 class Built(MLP):
     @classmethod
-    def as_submodule(cls, **settings):  # as megatron-core 0.19 has it
+    def as_submodule(cls, **settings):  # a method of megatron-core 0.19
         return cls(**settings)
 
 

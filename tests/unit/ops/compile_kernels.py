@@ -42,7 +42,7 @@ class Case:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
-    kind: str  # of the model
+    kind: str  # the model's
     capability: int
     blocks: str = ""
 

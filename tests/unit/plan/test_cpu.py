@@ -16,7 +16,7 @@ from megatron_dapo.rounding import GIB
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "base_model"
 ARCHITECTURE = read_architecture(MODEL)
-PARAMETERS = 487_700  # of the quickstart's model, as its checkpoints have
+PARAMETERS = 487_700  # the quickstart's model, counted in its checkpoints
 
 
 def config_of(**sections: dict) -> Config:

@@ -92,5 +92,5 @@ def test_few_run_at_once_where_the_cache_is_small() -> None:
 def test_parameters_that_multiply_a_token_are_the_published_ones() -> None:
     for name, billions in (("30B-A3B", 3.3), ("235B-A22B", 22)):
         facts = parse_architecture(MODELS[name])
-        embedding = facts.vocab_size * facts.hidden_size  # in the published figure
+        embedding = facts.vocab_size * facts.hidden_size  # The published figure includes it.
         assert (active_parameters(facts) + embedding) / 1e9 == pytest.approx(billions, rel=0.05)

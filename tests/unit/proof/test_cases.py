@@ -38,7 +38,7 @@ def test_layouts_of_experts() -> None:
 def test_every_cut_packing_and_aggregation_is_compared() -> None:
     assert len(CUTS) == len(set(CUTS)) == len(SEQUENCES) * len(PACKINGS) - 1, "one sequence is packed or padded alike"
     assert {cut.micro_batch for cut in CUTS} == {*SEQUENCES} and {cut.packing for cut in CUTS} == {*PACKINGS}
-    assert set(WEIGHTS) == set(AGGREGATIONS) - {"rollout_token_mean"}  # of one mini-batch it is token_mean
+    assert set(WEIGHTS) == set(AGGREGATIONS) - {"rollout_token_mean"}  # It is token_mean for one mini-batch.
 
 
 def test_batch_has_what_makes_denominators_and_masks_differ() -> None:

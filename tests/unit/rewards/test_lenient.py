@@ -138,7 +138,7 @@ DIFFERENT = [
     ("0", "0.0000001"),
     ("3x-y+13=0", "3x+4y+14=0"),  # both end in "=0"
     ("1,2", "1"),  # one of two required answers
-    ("1", "1,2"),  # or more answers than requested
+    ("1", "1,2"),  # more answers than requested
     ("42", "42 or 43"),
     ("19, 46, \\text{ and } 82", "21, 36, and 82"),
     ("n=2, 3, 4", "n=1, 2, 3"),
@@ -197,7 +197,7 @@ DIFFERENT = [
 ]
 # Errors that remain, pinned so that a change is noticed: (gold, prediction).
 KNOWN_FALSE_NEGATIVES = [
-    ("100, 200", "200,100"),  # without a space it is one number with a thousands comma
+    ("100, 200", "200,100"),  # No space: it is one number with a thousands comma.
     ("3", "three"),
     ("abcd", "dcba"),  # four letters are a word, not a product
 ]

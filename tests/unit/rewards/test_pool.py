@@ -428,7 +428,7 @@ def test_closing_fails_pending_answers_and_kills_the_workers(user_path):
     before = {child.pid for child in _workers()}
     pool = VerifierPool("user_rewards:by_command", RewardConfig(num_workers=2, timeout_seconds=60.0))
     waiting = pool.submit([("a", "spin", "", False)])
-    workers = wait_for_workers(before, 4)  # with their supervisors
+    workers = wait_for_workers(before, 4)  # workers and their supervisors
     assert len(workers) == 4
     pool.close()
     pool.close()

@@ -349,7 +349,7 @@ def test_what_is_not_continued_is_dropped_when_others_begin_or_are_aborted(is_ab
     _ = engine.abort() if is_aborted else engine.submit([other])
     assert "g/0" not in pool.tasks and engine.accounting().dropped == 1
     world.drain(engine)
-    engine.submit([one])  # from its begin
+    engine.submit([one])  # It starts from its begin.
     assert engine.accounting().is_balanced and world.drain(engine)[0].request_id == "g/0"
 
 

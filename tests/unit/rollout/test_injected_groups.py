@@ -143,7 +143,7 @@ def test_a_resumed_run_chooses_the_same_rewrites(make_world: Callable[..., World
 def test_prompts_that_a_budget_had_planned_are_drawn_without_it(make_world: Callable[..., World]) -> None:
     planned = make_world([0.5] * 32, budget=BudgetConfig(enabled=True, min_size=2, max_size=8), **ENDLESS)
     planned.collector.collect(8)
-    planned.collector._source.next(8)  # as where a signal ends a collection
+    planned.collector._source.next(8)  # A signal may end a collection here.
     state = json.loads(planned.checkpoint())["collector"]
     waiting = [name for name, _ in state["source"]["plan"]]
     later = solved_world(make_world)

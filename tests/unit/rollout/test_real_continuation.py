@@ -69,7 +69,7 @@ def test_responses_stopped_at_random_are_those_of_an_undisturbed_run(make_world:
             assert engine.num_unfinished == 0 and collector.accounting().is_balanced
         if engine.policy_version == 0 and chance.random() < 0.3:
             collector.hold()
-            engine.set_policy_version(1)  # of the same weights
+            engine.set_policy_version(1)  # The weights stay.
 
     expected = make_collector(make_engine()).collect(6)
     actual = collector.collect(6, training_version=1, between_polls=disturb)

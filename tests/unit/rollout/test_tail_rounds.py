@@ -31,7 +31,7 @@ def is_long(batch: RolloutBatch) -> bool:
 
 def test_each_prompt_is_trained_once_on_policy_and_long_rounds_have_those_that_were_put_off(make_world: Callable) -> None:
     world = tail_world(make_world, jitter=1)
-    tried: set[str] = set()  # in short rounds
+    tried: set[str] = set()  # prompts of short rounds
     trained: list[str] = []
     kinds = []
     for version in range(100):

@@ -145,7 +145,7 @@ class BatchChecker:
 
     def __init__(self, settings: WindowTestSettings) -> None:
         self._settings = settings
-        self.ends: dict[str, int] = {}  # by sample id: tokens handed out
+        self.ends: dict[str, int] = {}  # sample id -> tokens handed out
         self.finished: set[str] = set()
         self.accuracies: dict[str, float] = {}
 

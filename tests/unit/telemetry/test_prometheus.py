@@ -48,7 +48,7 @@ def test_names_are_distinct_and_valid() -> None:
 def test_a_scrape_has_the_newest_rows(tmp_path: Path) -> None:
     run, port = tmp_path / "made", free_port()
     with prometheus_endpoint("127.0.0.1", port, run, 'a "run"'):
-        (labels, one), = scrape(port)["megatron_dapo_run_info"]  # before there is a directory
+        (labels, one), = scrape(port)["megatron_dapo_run_info"]  # The directory does not exist yet.
         assert labels["run"] == 'a "run"' and one == 1.0
         assert "megatron_dapo_train_step" not in scrape(port)
         make_run(run, num_steps=3, evaluate_every=2, scores=(0.25, 0.5))

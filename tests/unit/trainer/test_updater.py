@@ -66,7 +66,7 @@ def test_a_train_phase_of_many_optimizer_steps_outlives_its_deadline():
     with heartbeat.phase("train", progress, deadline_s=3.0):
         for step in range(20):
             updater.step(MiniBatch([], 0), None, step)
-            heartbeat._look()  # as its thread does
+            heartbeat._look()  # Its thread does this.
     assert expired == [] and updater.counters.optimizer_steps == 20
 
 

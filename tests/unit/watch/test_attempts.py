@@ -251,7 +251,7 @@ def test_an_attempt_that_ended_left_a_checkpoint_and_one_that_started_anew_did_n
     record_end(tmp_path, STOPPED_BY_SIGNAL)
     with pytest.raises(FileNotFoundError, match="records 4 train steps"):
         require_new_run(tmp_path, tmp_path / "checkpoints", 5)
-    begin(tmp_path)  # with checkpoint.resume = "never", which cuts the metrics off
+    begin(tmp_path)  # checkpoint.resume = "never" cuts the metrics off.
     train_to(tmp_path, 3)
     require_new_run(tmp_path, tmp_path / "checkpoints", 5)
 

@@ -48,7 +48,7 @@ def test_bytes_in_flight_change_while_the_other_end_reads_and_vanish() -> None:
             assert bytes_in_flight(os.getpid(), tcp_queues()) not in ({}, full)
             while sent:
                 sent -= len(receiver.recv(sent))
-            while bytes_in_flight(os.getpid(), tcp_queues()):  # until the last acknowledgement
+            while bytes_in_flight(os.getpid(), tcp_queues()):  # Wait for the last acknowledgement.
                 assert time.monotonic() < end
 
 

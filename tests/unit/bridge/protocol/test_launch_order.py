@@ -107,7 +107,7 @@ def test_threads_launch_by_position(seed: int) -> None:
 
 def test_an_engine_that_fails_holds_nobody_back() -> None:
     order, launched = LaunchOrder((0, 1, 2)), list[Position]()
-    order.leave(0)  # before it launched anything, as one that did not join
+    order.leave(0)  # It has launched nothing, like one that did not join.
     launch_all(order, [(0, 1, 1), (0, 2, 2), (1, 1, 1)], launched.append)
     assert launched == [(0, 1, 1), (0, 2, 2), (1, 1, 1)]
 

@@ -13,7 +13,7 @@ from megatron_dapo.bridge.protocol.p2p_stream import Staging
 def test_a_message_above_the_budget_is_staged_alone() -> None:
     staging = Staging(torch.device("cpu"), 100)
     assert staging.has(150)
-    large, small = staging.take(150), staging.take(20)  # of one bucket
+    large, small = staging.take(150), staging.take(20)  # one bucket's
     assert not staging.has(1)
     staging.give_back(small)
     staging.give_back(large)

@@ -230,7 +230,7 @@ def test_a_trainer_that_dies_ends_the_wait_for_its_bytes(model: TiedModel, tmp_p
         Command("1", "begin", "d", manifest=MANIFEST, channel=channel),
         Command("2", "bucket", "d", bucket=Bucket(0, 96, CHUNKS), channel=channel),
     )
-    arena.progress.count_written(0, 1)  # of two writers
+    arena.progress.count_written(0, 1)  # The other writer has not written.
     named = [(command.encode(), torch.empty(0)) for command in commands]
     loader = threading.Thread(target=weight_loader.load, args=(model, named), daemon=True)
     began = time.monotonic()

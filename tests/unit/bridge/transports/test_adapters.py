@@ -94,7 +94,7 @@ def test_every_rank_of_every_server_gets_the_adapters_under_pefts_names(dtype: t
             name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
             assert torch.equal(tensors[name], stacked[3:6]) and tensors[name].dtype == dtype
     held = 2 * sum(each.numel() for each in adapters.values()) * dtype.itemsize
-    assert all(held <= report.engines[engine].num_bytes < 1.25 * held for engine in (0, 1))  # with the padding of chunks
+    assert all(held <= report.engines[engine].num_bytes < 1.25 * held for engine in (0, 1))  # chunks are padded
 
 
 def test_a_server_that_received_something_else_is_not_served() -> None:
@@ -107,7 +107,7 @@ def test_a_server_that_received_something_else_is_not_served() -> None:
 
 def test_a_payload_holds_its_values_whatever_replaces_torchs_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = torch.storage._load_from_bytes
-    monkeypatch.setattr(torch.storage, "_load_from_bytes", lambda content: None)  # as megatron-core 0.19 does
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", lambda content: None)  # megatron-core 0.19 does this.
     tensors = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "c": torch.randn(3, 5).T}
     payload = encode_tensors(tensors)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", loader)

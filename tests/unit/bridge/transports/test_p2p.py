@@ -29,7 +29,7 @@ def test_leaders_come_first_then_causes_then_what_others_saw_of_them() -> None:
     lost, late = FailureKind.LOST, FailureKind.LATE
     views = [
         {"0": [SyncFailure(True, late, 1, "late")]},
-        {"0": [[True, 1, 2, "a connection broke"]], "1": [[False, 0, 2, "other"]]},  # as it arrives from another rank
+        {"0": [[True, 1, 2, "a connection broke"]], "1": [[False, 0, 2, "other"]]},  # sent by another rank
         {"0": [SyncFailure(True, FailureKind.CAUSE, 3, "a bad shape")]},
         {"0": [SyncFailure(False, lost, 0, "the leader's connection broke")]},
     ]

@@ -4,7 +4,7 @@ Its "model" is a hash: token and log-prob at a position depend on (seed, positio
 SGLang's seeded sampler, so `expected` knows every response beforehand.
 
     with FakeServer() as server:
-        server.faults["/generate"] = "reset"          # from now on; see FAULTS
+        server.faults["/generate"] = "reset"          # starts now; see FAULTS
         server.freeze_after = 5                       # responses stop after 5 tokens until `thaw`, an abort or a kill
         server.kill()                                 # like kill -9: connections are reset, the port refuses
 """
@@ -136,8 +136,8 @@ class FakeServer:
         self.token_s = token_s
         self.needs_session = needs_session
         self.labels_tokens = labels_tokens
-        self.endpoints = dict(ENDPOINTS)  # in its description
-        self.faults: dict[str, str] = {}  # by path
+        self.endpoints = dict(ENDPOINTS)  # listed in its description
+        self.faults: dict[str, str] = {}  # path -> fault
         self.answer_delay_s = 0.0  # a finished answer is held back
         self.freeze_after: int | None = None
         self.is_paused, self.pause_mode = False, ""
@@ -145,7 +145,7 @@ class FakeServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.on_update: Callable[[str, dict[str, Any]], None] = lambda path, body: None
         self.released: set[str] = set()  # memory
-        self.forwards: list[str] = []  # of health checks: the memory that was released then
+        self.forwards: list[str] = []  # health checks: the memory that was released then
         self.unlocked = threading.Condition()
         self.running: dict[str, str] = {}  # rid -> "run" or "abort"
         self.num_generated: dict[str, int] = {}  # tokens of each rid

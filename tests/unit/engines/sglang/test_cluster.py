@@ -113,7 +113,7 @@ class Update:
         self.controls = controls
         self.transport = SimpleNamespace(close=lambda: None)
         self.synced: list[tuple[str, int]] = []
-        self.failing: list[dict[int, str]] = []  # of the next syncs
+        self.failing: list[dict[int, str]] = []  # failures of the next syncs
 
     def update(self, version: int, sources: Mapping[str, torch.Tensor]) -> Any:
         return self.update_engines(sorted(self.controls), version, sources)
@@ -425,7 +425,7 @@ def test_a_server_wakes_up_only_where_its_memory_is_free(monkeypatch: pytest.Mon
     free[:] = [6]
     with pytest.raises(MemoryError, match="6 bytes .* needs 7 for its weights"):
         device.make_room_for_weights()
-    device.make_room_for_weights()  # of a retry: the server is awake
+    device.make_room_for_weights()  # A retry finds the server awake.
     free[:] = [19]
     with pytest.raises(MemoryError, match="19 bytes .* needs 20 for its cache"):
         device.make_room_for_cache()

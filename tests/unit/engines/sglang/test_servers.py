@@ -134,7 +134,7 @@ def test_every_part_is_on_its_node_and_meets_the_first(num_nodes: int, per_node:
 def test_a_lost_part_is_noticed_by_all_and_all_parts_start_again() -> None:
     world = World(4, 1, 2)
     world.each(lambda rank: world.all[rank].ready())
-    world.running()[3, 1].alive = False  # of the second server, on its second node
+    world.running()[3, 1].alive = False  # the second server's part on its second node
     for dead in world.each(lambda rank: world.all[rank].dead({})):
         assert dead == {1: "node 3 was killed"}
     before = world.running()
