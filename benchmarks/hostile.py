@@ -65,7 +65,7 @@ _PROCESSES = {
     "double fork": "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(SLEEP)\n    os._exit(0)",
     "daemons": "for _ in range(50):\n    if attempt(os.fork) == 0:\n        attempt(os.setsid)\n        if attempt(os.fork) == 0: time.sleep(SLEEP)\n        os._exit(0)",
     "programs": "for _ in range(50): attempt(subprocess.Popen, ['/bin/sleep', 'SLEEP'])",
-    "programs in sessions of their own": "for _ in range(5): attempt(lambda: subprocess.Popen(['/bin/sleep', 'SLEEP'], start_new_session=True))",
+    "programs in separate sessions": "for _ in range(5): attempt(lambda: subprocess.Popen(['/bin/sleep', 'SLEEP'], start_new_session=True))",
     "shell in the background": "attempt(lambda: os.system('(sleep SLEEP &) ; (setsid sleep SLEEP &)'))",
     "more processes than allowed": "n = 0\nwhile n < 64:\n    pid = attempt(os.fork)\n    if pid is None: break\n    if pid == 0: time.sleep(SLEEP)\n    n += 1\nif n > 12: escaped(n)",
     "more threads than allowed": "n = 0\nwhile n < 200 and attempt(threading.Thread(target=time.sleep, args=(30,)).start) is None and threading.active_count() > n + 1: n += 1\nif n > 12: escaped(n)\nos._exit(0)",

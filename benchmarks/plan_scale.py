@@ -2,7 +2,7 @@
 
     python benchmarks/plan_scale.py [--json] [--tiny] [--only NAME] [--skip-check]
 
-Every case runs in a process of its own: one rank's view (what it sends and receives, the digest), then the table of
+Every case runs in a separate process: one rank's view (what it sends and receives, the digest), then the table of
 all ranks. `max_seconds` and `max_gb` (resident set, torch's 0.2 GB included) are the largest over the cases. The check moves
 a small model of each case's proportions between four processes (gloo) and compares each process's counted bytes with
 the plan's. Sizes are those of the public config.json files of Qwen2.5-32B and Qwen3-235B-A22B.

@@ -2,7 +2,7 @@
 
     python benchmarks/tppo_efficiency.py [--json]                                 the simulation (b)
     python benchmarks/tppo_efficiency.py --measure-curve embedded|sglang          engine curve, to be stored
-    python benchmarks/tppo_efficiency.py --measure-rollout embedded|sglang        rollouts alone on an engine (a)
+    python benchmarks/tppo_efficiency.py --measure-rollout embedded|sglang        only rollouts on an engine (a)
     python benchmarks/tppo_efficiency.py --train [--output DIRECTORY] [--json]       both recipes trained here (a)
     python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from directories that are there
 
@@ -14,9 +14,9 @@ ones for those that ended; the figures are of the steady state (6 steps to get t
 
 WHAT 2.5 MEANS. The paper's figure is training time to the same score (its abstract: training efficiency by up to 2.5;
 its figure 1: 60 % less training time): seconds a step times the number of steps. A simulation of engines knows seconds
-a step. `speedup` compares those of the rollout, full-synchronous / windows, both of 8,192 responses: what counts where
+a step. `speedup` compares those of the rollout, full-synchronous / windows, both of 8,192 responses: what counts if
 windows need as many steps. A window step has fewer tokens, so `speedup_tokens` compares tokens generated per second:
-what counts where they need as many tokens. `speedup_step` and `speedup_step_tokens` are the same of whole steps, with
+what counts if they need as many tokens. `speedup_step` and `speedup_step_tokens` are the same of whole steps, with
 training; `speedup_step_overlapping` and `speedup_step_tokens_overlapping` those of windows that are generated while the
 windows before are trained (rollout.max_staleness = 1). `steps_ratio_for_goal`: 2.5 / `speedup_step`, how many times fewer steps would be left to make 2.5.
 `speedup_tokens_of_slots_never_idle`: the bound on `speedup_tokens` of any schedule. `most_responses_an_engine`: how many
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="a.b=value",
-        help="windows alone",
+        help="only windows",
     )
     parser.add_argument(
         "--long-tail", action="store_true", help="train on `tppo/long_tail.py`'s task, not the recipes'"

@@ -15,7 +15,7 @@ the probability of a correct response come out of dynamic programming, without s
    are alike, in units of its standard error (1: only chance is left), from the learned and from the exact values.
 2. MEGATRON. The same values from `MegatronCritic`, two layers that read the tokens themselves (TP1, fp32).
 3. ABLATION. PPO with every part of VAPO, and with one part removed, from the same start; accuracy is exact, not
-   sampled. `learning` is its mean over all steps, `final` that of the last fifth. A part counts as shown where
+   sampled. `learning` is its mean over all steps, `final` that of the last fifth. A part counts as shown if
    without it learning is lower with every seed. All losses, weights and estimators are the project's own functions.
 
 4. WINDOWS. T-PPO with windows of 8 tokens, each by the policy that it trains, or (`one ahead`, rollout.max_staleness = 1) by the

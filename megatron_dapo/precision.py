@@ -4,7 +4,7 @@ A recipe defines the products of the linear layers of a transformer layer. Every
 residual stream) is in the model's type, and main params and moments are fp32 in every recipe.
 
     fp32, bf16      in the model's type
-    fp8_blockwise   e4m3, a scale for 128 values of a token (of a gradient: of its row, or of 128 tokens where tokens
+    fp8_blockwise   e4m3, a scale for 128 values of a token (of a gradient: of its row, or of 128 tokens if tokens
                     are summed) and for 128 x 128 of a weight; no state; what SGLang serves as FP8
     fp8_current     e4m3 forward, e5m2 backward, one scale a tensor, of the tensor itself; no state
     fp8_delayed     the same with the scale of earlier steps: a history of maxima is state

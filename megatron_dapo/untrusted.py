@@ -47,7 +47,7 @@ def blamed_on(path: Path, *more: type[Exception]) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON document. ValueError in one line that names the file, FileNotFoundError where it is missing."""
+    """Return a JSON document. ValueError in one line that names the file, FileNotFoundError if it is missing."""
     with blamed_on(path):
         try:
             return json.loads(path.read_text(encoding="utf-8"))

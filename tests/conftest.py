@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported anywhere: tests run beside each other, and tiny matrices lose by being split.
+# Before torch is imported anywhere: tests run at the same time, and tiny matrices lose by being split.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -8,7 +8,7 @@ left alone. docs/chaos.md says what the keys and records mean.
     python tools/chaos.py --faults 20                           20 faults, cells with the fewest results of this commit first
     python tools/chaos.py --cells sigkill oom:checkpoint        these cells, each once
     python tools/chaos.py --ettr --cells sigkill                the same faults with role restart and with whole-job restart
-    python tools/chaos.py --soak 1800                           no faults, a busy core beside: nothing may be declared
+    python tools/chaos.py --soak 1800                           no faults, a busy core as well: nothing may be declared
     python tools/chaos.py --faults 0 --json                     sum up what is on record for this commit
 """
 

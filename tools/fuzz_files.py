@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="feed this input alone")
+    parser.add_argument("--only", type=int, help="feed only this input")
     parser.add_argument("--json", action="store_true")
     settings = parser.parse_args(arguments)
     readers = list(targets())

@@ -2,7 +2,7 @@
 
     python -m tools.make_node_models [OUTPUT] [--json] [--steps 2000] [--tiny]
 
-They let a run look for faulty nodes before it has any data of its own. Nothing in them was measured on a real node.
+They let a run look for faulty nodes before it has any data. Nothing in them was measured on a real node.
 """
 
 from __future__ import annotations

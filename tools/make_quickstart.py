@@ -9,7 +9,7 @@ misspells the answer line, or repeats the whole chain; its most likely continuat
 accuracy 0.95 against 0.39 when sampled). Reinforcement learning therefore sharpens what is there, in minutes on two
 cores, and teaches no new skill. Accuracy here always means sampling at temperature 1.0, before and after.
 
-Data and tokenizer are a function of the seed alone. The weights are so on one machine, thread count and torch version.
+Data and tokenizer are a function of only the seed. The weights are so on one machine, thread count and torch version.
 """
 
 from __future__ import annotations

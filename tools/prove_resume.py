@@ -1,7 +1,7 @@
 """Show that a killed run resumes exactly: python tools/prove_resume.py --layout tp2 --points 20 --seed 0 --json
 
 Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, a checkpoint every
-step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has beside the models:
+step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has besides the models:
 
 tail      prompts that were put off for a long round; killed in rounds of both kinds
 stream    mini-batches that are trained while their batch is collected; killed in a part, the step is repeated
@@ -22,7 +22,7 @@ tools     the same with a tool, which the base model calls
 counters and collector, saved again by that layout, are compared bit by bit.
 --engine-python .venv-sglang/bin/python lets SGLang servers generate the windows or episodes. Their answers come at any time, so each
 killed run is compared with itself: each window and each episode trained once, and no token sampled again that its checkpoint has.
---set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
+--set critic.parallel.num_processes=1 gives the critic a separate process; --set 'model.offload="all"' and the like
 offload models to host memory.
 """
 

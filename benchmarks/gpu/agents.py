@@ -6,7 +6,7 @@
 measured: `engine_busy`, the share of the time with a turn that is ready in which the server's scheduler runs or waits for a core
 (on a GPU it waits for the device that way); `cached_share` of the contexts from the second turn on; the same play with three
 updates, which empty the cache and name the next version: `lost` episodes, and turns that were sampled by several versions;
-`mismatch`, mean |log-prob difference| between the tokens as they were sampled behind cached contexts and the whole streams read
+`mismatch`, mean |log-prob difference| between the tokens as they were sampled after cached contexts and the whole streams read
 again by the server, and `mismatch_single`, that of responses of one turn.
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine; its figures mean nothing.

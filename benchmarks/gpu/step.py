@@ -32,7 +32,7 @@ the milliseconds of the longest kernels. `--syncs` adds one more step and a log-
 each line of code makes the host wait for the device (`syncs`: line -> count; torch reports only waits in torch operators).
 `fragmentation_gb` is the allocator's peak memory minus that of tensors.
 
-How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no
+How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated if there is no
 device; its figures mean nothing.
 """
 

@@ -282,7 +282,7 @@ def write_config(directory: Path, model: str) -> None:
 
 
 def summary(arguments: argparse.Namespace, rows: program.Rows) -> dict[str, Any]:
-    own = "weight loader in a process of its own, no server"
+    own = "weight loader in a separate process, no server"
     return {"engine": "SGLang" if arguments.engine_python else own}
 
 

@@ -49,7 +49,7 @@ class ValueNetwork(nn.Module):
 
     def forward(self, prompt: torch.Tensor, stage: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         left = 1 - step.float() / language.MAX_TOKENS
-        # The values fall steeply where few tokens are left.
+        # The values fall steeply when few tokens are left.
         time = torch.stack([left, (-10 * left).exp()], -1)
         return self.layers(self.places(prompt * (language.NUM_STAGES + 1) + stage) + self.time(time))[..., 0]
 

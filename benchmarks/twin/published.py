@@ -2,7 +2,7 @@
 
 Source: verl, docs/advance/fully_async.md (tables of 10/2025 and later) and docs/advance/one_step_off.md (07/2025). H20 GPUs,
 vLLM with four GPUs a server for the 7B model (recipe/fully_async_policy/shell), 512 prompts x 16 responses a step unless a
-row says otherwise. Seconds: step, generation (the trainer's wait for samples where trainer and engines are apart), old
+row says otherwise. Seconds: step, generation (the trainer's wait for samples if trainer and engines are apart), old
 log-probs, update. A row's update and log-prob seconds are inputs of the simulation, the step and the generation are
 compared.
 """

@@ -1,4 +1,4 @@
-"""Callbacks: a log of what happens in a file of its own. run.callbacks = ["callbacks.py:EventLog"]."""
+"""Callbacks: a log of what happens in a separate file. run.callbacks = ["callbacks.py:EventLog"]."""
 
 import json
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ from megatron_dapo import Prompt
 
 
 def easy_first(prompts: Sequence[Prompt], epoch: int) -> list[int]:
-    """Return every index once. It depends on its arguments alone: a resumed run asks again."""
+    """Return every index once. It depends only on its arguments: a resumed run asks again."""
     order = list(range(len(prompts)))
     if epoch == 0:
         return sorted(order, key=lambda index: len(prompts[index].token_ids))

@@ -186,7 +186,7 @@ def _problems(table: GridTable, directory: Path) -> Iterator[Violation]:
         where = f"variants.{index + 1}"
         if directories[index] in directories[:index] or each.name == BEFORE_TRAINING:
             yield Violation(
-                f"{where}.name", "a name of its own, in letters and digits", "rename it", {"name": each.name}
+                f"{where}.name", "a unique name, in letters and digits", "rename it", {"name": each.name}
             )
         if each.after and each.after not in names[:index]:
             fix = f"write one of {', '.join(names[:index])}" if index else "remove it"

@@ -221,7 +221,7 @@ def write_recipe(output: Path, settings: Mapping[str, Any], comments: Iterable[s
 
 def _recipe_lines(tables: Mapping[str, Mapping[str, Any]], comments: Iterable[str]) -> Iterator[str]:
     yield f"{DIRECTIVE} {SCHEMA}"
-    yield "# A recipe for rows of one's own, written by `megatron-dapo init`. Paths are relative to this file."
+    yield "# A recipe for your rows, written by `megatron-dapo init`. Paths are relative to this file."
     yield from (f"# {comment}" for comment in comments)
     for section, values in tables.items():
         yield f"\n[{section}]"

@@ -114,7 +114,7 @@ CRITIC_RULES = (
         "not reward.overlong_filter",
         "set reward.overlong_filter = false",
         when=_WINDOWS,
-        reason="windows keep truncated responses out of the loss only where they continue",
+        reason="windows keep truncated responses out of the loss only if they continue",
     ),
     Rule(
         "advantage_estimation.critic_lambda == 1",

@@ -128,8 +128,8 @@ def _snapshot(reference: HubReference, kind: str, patterns: list[str]) -> Path:
     except (LocalEntryNotFoundError, OSError) as error:
         flag = " --repo-type dataset" if kind == "dataset" else ""
         raise HubError(
-            f"there is no {reference} here, and the Hub cannot be reached ({type(offline).__name__}: {one_line(offline)[:120]}): where "
-            f"there is a network run `hf download {reference.repository}{flag} --local-dir DIR`, copy DIR here and name it"
+            f"there is no {reference} here, and the Hub cannot be reached ({type(offline).__name__}: {one_line(offline)[:120]}): on a "
+            f"machine with a network run `hf download {reference.repository}{flag} --local-dir DIR`, copy DIR here and name it"
         ) from error
 
 

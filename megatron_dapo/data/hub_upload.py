@@ -74,6 +74,6 @@ def _explained(repository: str) -> Iterator[None]:
         raise HubError(f"{repository}: {reason} (HTTP {status})") from error
     except (httpx.HTTPError, OfflineModeIsEnabled) as error:
         raise HubError(
-            f"{repository}: the Hub cannot be reached ({type(error).__name__}: {one_line(error)[:120]}): where there is a network "
+            f"{repository}: the Hub cannot be reached ({type(error).__name__}: {one_line(error)[:120]}): on a machine with a network "
             f"run `hf upload {repository} DIRECTORY`"
         ) from error

@@ -287,7 +287,7 @@ class PromptStream:
         if state.get("order") != (None if own else self._passes[0].hash_of_order(state["epoch"])):
             raise ValueError(
                 f"the checkpoint's prompt stream had another order of epoch {state['epoch']} than data.order gives now: resume with "
-                "the function that wrote it; it must depend on prompts and epoch alone"
+                "the function that wrote it; it must depend only on prompts and epoch"
             )
         for one, source in zip(state.get("sources", ()), self._passes):
             if one["epoch"] and ("num_before" in one) != bool(source.share.fresh):

@@ -172,5 +172,5 @@ def _unique_names(names: Sequence[str], sources: Sequence[SourceConfig]) -> list
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         paths = ", ".join(source.path for source, name in zip(sources, names) if name == repeated[0])
-        raise ValueError(f"data.sources: {paths} are all called {repeated[0]!r}; give each a name of its own")
+        raise ValueError(f"data.sources: {paths} are all called {repeated[0]!r}; give each a unique name")
     return list(names)

@@ -326,7 +326,7 @@ def package_findings(
     lock: Lock | None, installed: Mapping[str, str], required: Mapping[str, Requirement]
 ) -> list[Finding]:
     """Check each package against lock and requirements, required ones first. Keys are canonical names."""
-    first = warning("lock", "no tested lock lies beside this installation", "install from the repository")
+    first = warning("lock", "no tested lock lies next to this installation", "install from the repository")
     pins: Mapping[str, str] = {}
     if lock is not None:
         first, pins = ok("lock", f"{lock.name}: {len(lock.pins)} packages"), lock.pins

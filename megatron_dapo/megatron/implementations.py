@@ -94,7 +94,7 @@ def _precision(config: GPTConfig) -> Iterator[Implementation]:
     yield Implementation("linear products", chosen.name, RECIPES[chosen.recipe].products + kept)
     if is_fp8(precision):
         held = (
-            "FP8, beside fp32 main params"
+            "FP8, next to fp32 main params"
             if precision.fp8_param
             else f"{config.dtype_name}, quantized for each product"
         )

@@ -108,7 +108,7 @@ def mean_distances_in_phase(
 
 
 def z_scores(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Return z-scores over the last axis, by the population's standard deviation; all 0 where that is 0.
+    """Return z-scores over the last axis, by the population's standard deviation; all 0 if that is 0.
 
     counts: booleans of the same shape; the others are excluded and score 0.
     """

@@ -7,7 +7,7 @@ model's probability)^gamma, taken as constants:
     cross_entropy = - sum p log s                          d / d z_k = s_k - p_k
 
 where z are the actor's logits; nothing flows into the reference. Their weighted sum is the decoupled form of a KL:
-cross_entropy alone has the gradient of KL(p || s); weighted_mse alone, with gamma 1 and the actor's own weights, that of
+cross_entropy by itself has the gradient of KL(p || s); weighted_mse by itself, with gamma 1 and the actor's own weights, that of
 KL(s || p).
 
 One pass is enough because the sums can be taken of u = logit - running maximum in place of log-probabilities, with

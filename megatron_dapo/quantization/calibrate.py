@@ -32,7 +32,7 @@ def modelopt_version() -> str:
         return importlib.metadata.version("nvidia-modelopt")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            "nvidia-modelopt is not installed: `make .venv-modelopt` puts it beside the trainer's environment, and "
+            "nvidia-modelopt is not installed: `make .venv-modelopt` puts it next to the trainer's environment, and "
             "PYTHONPATH=.venv-modelopt makes it visible"
         ) from None
 

@@ -199,7 +199,7 @@ def _skipped(run: RunFiles) -> Iterator[Anomaly]:
         for step, count in zip(_steps(run), run.column(f"{prefix}/skipped_optimizer_steps")):
             if count > before:
                 cause = f"{count - before:g} optimizer steps of the {name} skipped: loss or gradient was not finite"
-                advice = "one alone is harmless; several mean overflow: check precision and the samples of the step"
+                advice = "a single one is harmless; several mean overflow: check precision and the samples of the step"
                 yield Anomaly("warning", step, step, "optimizer steps skipped", cause, advice, f"{prefix}/grad_norm")
             before = count if math.isfinite(count) else before
 
@@ -244,7 +244,7 @@ def _evaluations(run: RunFiles) -> Iterator[Anomaly]:
     if change is not None and change.high < 0:
         cause = f"held-out accuracy {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}] since its best"
         advice = (
-            "compare training accuracy: where that still rises the policy overfits to the training data or the reward"
+            "compare training accuracy: if that still rises, the policy overfits to the training data or the reward"
         )
         yield Anomaly(
             "alarm", best["train_step"], last["train_step"], "held-out accuracy falls", cause, advice, "eval/avg_at_k"

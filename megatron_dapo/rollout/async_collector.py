@@ -212,7 +212,7 @@ class AsyncCollector:
             return bool(self._recover_engines())
 
     def before_update(self) -> None:
-        """Empty the engine, unless it keeps its requests, and leave it alone until `after_update`: its weights change."""
+        """Empty the engine, unless it keeps its requests, and do not touch it until `after_update`: its weights change."""
         assert self._state is not State.UPDATING, "before_update was called twice; after_update comes between"
         self._stand_still(State.UPDATING)
         if not self._keeps_requests:

@@ -56,7 +56,7 @@ QUALITY_ALARMS = (
         "above",
         "quality.repetition_alarm",
         "responses repeat themselves",
-        "read samples: loops often begin where the length punishment is too weak or the learning rate too high",
+        "read samples: loops often begin when the length punishment is too weak or the learning rate too high",
     ),
     Alarm(
         "quality/tail_loop_share",

@@ -76,8 +76,8 @@ _STEP = [
         ("token_staleness_mean", "versions", "policy versions the trained response tokens are behind, mean"),
         ("token_staleness_max", "versions", "the same, largest"),
         ("partial_share", "fraction", "share of the trained responses sampled by more than one policy version"),
-        ("responses_continued", "responses", "times a response continued behind tokens it already had"),
-        ("continued_tokens", "tokens", "prompt and response tokens that those continued behind, as sent to the engine"),
+        ("responses_continued", "responses", "times a response continued after tokens it already had"),
+        ("continued_tokens", "tokens", "prompt and response tokens that those continued after, as sent to the engine"),
         ("prefix_cached_share", "fraction", "share of those whose keys and values the engine still had (0 if none)"),
         (
             "tokens_unrouted",
@@ -191,10 +191,10 @@ _STEP = [
         ("format_mean", "reward", "mean of the reward of the form"),
         ("outcome_correct", "fraction", "share of the trained responses with this outcome"),
         ("outcome_wrong", "fraction", "the same for wrong answers"),
-        ("outcome_unparsable", "fraction", "the same where no answer was found"),
-        ("outcome_timeout", "fraction", "the same where the verifier ran out of time"),
-        ("outcome_truncated", "fraction", "the same where the response was cut"),
-        ("outcome_error", "fraction", "the same where the verifier failed"),
+        ("outcome_unparsable", "fraction", "the same if no answer was found"),
+        ("outcome_timeout", "fraction", "the same if the verifier ran out of time"),
+        ("outcome_truncated", "fraction", "the same if the response was cut"),
+        ("outcome_error", "fraction", "the same if the verifier failed"),
         ("outcome_unfinished", "fraction", "the same for responses that continue in the next window"),
         (
             "failed_share",
@@ -239,7 +239,7 @@ _STEP = [
         (
             "explained_variance",
             "1",
-            "1 - Var(return - value) / Var(return), of the critic before this step's update; 0 where all returns are equal",
+            "1 - Var(return - value) / Var(return), of the critic before this step's update; 0 if all returns are equal",
         ),
         ("explained_variance_first_decile", "1", "the same over the first tenth of each response"),
         ("explained_variance_middle_decile", "1", "over the middle tenth"),
@@ -291,7 +291,7 @@ _STEP = [
     *_section(
         "throughput",
         ("samples_per_s", "responses/s", "trained responses / step time without evaluation and checkpoint"),
-        ("generated_tokens_per_s", "tokens/s", "response tokens generated / time it took, beside training or not"),
+        ("generated_tokens_per_s", "tokens/s", "response tokens generated / time it took, during training or not"),
         ("trained_tokens_per_s", "tokens/s", "prompt and response tokens trained / train time"),
         ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
     ),

@@ -1,5 +1,5 @@
 """Faults of a node, its link and the file system, on a cluster of four nodes: the record names the culprit in time, all ranks
-end, and the job starts again where that helps."""
+end, and the job starts again if that helps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_S = 10.0  # limit between that record and the end of all ranks
 
 
 class Job:
-    """A run of 500 steps on the first nodes of a cluster, with its directory on a disk of its own."""
+    """A run of 500 steps on the first nodes of a cluster, with its directory on a separate disk."""
 
     def __init__(
         self, cluster: VirtualCluster, environment: dict[str, str], logs: Path, disk: Path, num_nodes: int

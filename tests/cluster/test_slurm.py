@@ -1,7 +1,7 @@
 """The shipped Slurm script on two nodes, each with an address, a host name and shared memory of its own: it starts, is
 stopped, requeued and continues.
 
-`make test-two-nodes` runs the tests marked `two_nodes` alone.
+`make test-two-nodes` runs only the tests marked `two_nodes`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_the_time_limit_requeues_the_job_which_continues(
         assert (end["reason"], end["exit_code"]) == (STOPPED_BY_SIGNAL, 75)
         assert second["job"] == first["job"] and 0 < second["completed_steps"] < 500
         wait_for(lambda: recorded_steps(tmp_path) > second["completed_steps"], tmp_path)
-        # More than one where a busy machine takes the minute that an attempt has for its start.
+        # More than one if a busy machine takes the minute that an attempt has for its start.
         assert two_nodes.job(job).restarts >= 1
     finally:
         two_nodes.run(CONTROLLER, "scancel", str(job))

@@ -98,7 +98,7 @@ DELTA = {  # a gated delta net in all layers but one, partly rotated heads
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 6,
-    # The output of a sequence's first token is proportional to query x key: where that is almost 0, normalizing it amplifies
+    # The output of a sequence's first token is proportional to query x key: if that is almost 0, normalizing it amplifies
     # rounding, by at most the square root of this.
     "rms_norm_eps": 1e-3,
     "pad_token_id": None,  # see gemma3
@@ -511,7 +511,7 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """Worker: `parity` of each case {"model", "layout" (fields), and optionally those of `model_settings`, "distributed", "keep_bytes",
     "fixed_tokens"}.
 
-    Micro-batches of a pipeline are made equal in length where the case has "padded".
+    Micro-batches of a pipeline are made equal in length if the case has "padded".
     """
     results = []
     for case in arguments["cases"]:

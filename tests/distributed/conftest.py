@@ -1,4 +1,4 @@
-"""Import path of the modules beside this file under pytest's importlib mode, and references that several tests share."""
+"""Import path of the modules next to this file under pytest's importlib mode, and references that several tests share."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def against_exact_sums(arguments: dict[str, Any]) -> list[dict[str, dict[str, fl
     results = []
     for case in arguments["layouts"]:
         layout = _layout(case)
-        # Padded alike: torch's attention sums over keys in another order where there is more padding behind them.
+        # Padded alike: torch's attention sums over keys in another order when there is more padding after them.
         alone = ParallelLayout(layout.world_size, token_multiple=layout.micro_batch_alignment)
         with sums_in_fp64():
             reference = _replicated(build_actor(want, alone, settings_of()))

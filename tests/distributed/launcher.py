@@ -8,7 +8,7 @@ The processes are fresh interpreters. Those that came well through a function st
 torch and megatron-core takes longer than most checks; one that leaves a function of the package replaced fails.
 
 The target may also be a file: "/path/to/file.py:function" (`target_in(__file__, "function")`), so that workers can live
-beside their test.
+next to their test.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def start_job(
 def run_distributed(target: str, num_processes: int, arguments: Any = None, timeout_s: float = 400.0) -> Any:
     """Call `target` in `num_processes` gloo ranks and return what rank 0's call returned.
 
-    Raises AssertionError with the failing rank's output where a rank fails, TimeoutError where the deadline passes.
+    Raises AssertionError with the failing rank's output if a rank fails, TimeoutError if the deadline passes.
     """
     with tempfile.TemporaryDirectory(prefix="distributed-test-") as name:
         directory, ranks = Path(name), _take(num_processes)

@@ -122,7 +122,7 @@ class SimulatedEngine:
         self.load_all(payloads)
 
     def load_all(self, payloads) -> None:
-        """Load in all ranks concurrently, as the processes of a server do: no rank can finish a sync alone."""
+        """Load in all ranks concurrently, as the processes of a server do: no rank can finish a sync by itself."""
         run_concurrently([lambda m=m, p=p: self.load(m, p) for m, p in zip(self.models, payloads)])
 
     def load(self, model: Parameters, payload: bytes) -> None:
@@ -188,7 +188,7 @@ class ThreadCoordination:
 
 
 def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 120.0) -> list[Any]:
-    """`body(rank)` in one thread a rank; results, or the exception itself where a rank raised one."""
+    """`body(rank)` in one thread a rank; results, or the exception itself if a rank raised one."""
     outcomes: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""NVIDIA apex by a stand-in with its signatures: where it is installed and Transformer Engine is not, and where it is asked for."""
+"""NVIDIA apex by a stand-in with its signatures: if it is installed and Transformer Engine is not, and if it is requested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_steps_with_apex_are_those_with_torch(tmp_path: Path) -> None:
         found = trained(mode, tmp_path)
         assert found["rows"]["optimizer"] == "NVIDIA apex FusedAdam", mode
         assert found["rows"]["gradient norm"] == "NVIDIA apex multi_tensor_l2norm", mode
-        # Also the weights after the step: a count of steps that is lost changes the bias correction alone.
+        # Also the weights after the step: a count of steps that is lost changes only the bias correction.
         assert found["resumed"] == found["history"][-1] and found["differing"] == [], mode
         for step, expected in zip(found["history"], right["history"], strict=True):
             assert step == pytest.approx(expected, rel=1e-5), mode

@@ -168,7 +168,7 @@ def tree(_: Any) -> list[int]:
     pair = coordinate([1, 3], timeout_s=30)
     assert (pair is None) == (rank not in (1, 3))
     assert pair is None or pair.gather(rank) == [1, 3]
-    # A rank's connections are those of its groups alone; each group listens on one socket beside.
+    # A rank's connections are only those of its groups; each group also listens on one socket.
     connections = sum(len(level.ranks) - 1 for level in everyone._levels)
     assert opened == connections + len(everyone._levels), (opened, connections)
     return everyone.gather(connections)

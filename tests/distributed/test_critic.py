@@ -103,7 +103,7 @@ def test_a_resumed_critic_is_the_uninterrupted_one_bit_for_bit(two_ranks: dict[s
 
 def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[str, Any]) -> None:
     result = two_ranks["beside"]
-    assert result["actor"] == 0 and result["critic"] == 0  # bit for bit as each alone
+    assert result["actor"] == 0 and result["critic"] == 0  # bit for bit as without the other
     assert result["shared"]
     assert "TP1 PP2 CP1 DP1 were destroyed" in result["refused"] and "`running_models`" in result["refused"]
 

@@ -156,7 +156,7 @@ def test_a_failed_export_touches_no_engine(world, tmp_path) -> None:
 
 
 def test_an_engine_that_does_not_see_the_directory(world, tmp_path) -> None:
-    """The engine never replies; the directory of the last good version stays beside the new one."""
+    """The engine never replies; the directory of the last good version stays next to the new one."""
     engine = DiskEngine(world)
     syncs = updates(world, engine, tmp_path, Exporter(world))
     assert all(report.is_complete for report in update_all(syncs, 1, world.weights(1)))

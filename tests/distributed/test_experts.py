@@ -20,7 +20,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe-mixed", "layout": {"context": 2, "expert": 2}, "recompute": "selective"},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "expert": 4, "expert_tensor": 1}, "recompute": "full"},
     {"model": "qwen3-moe-mixed", "layout": {**SEQUENCE, "pipeline": 2}, "megatron": GROUPED, "recompute": "full"},
-    # The engine's experts, also where layers are computed again after other micro-batches' forwards, or see padding.
+    # The engine's experts, also when layers are computed again after other micro-batches' forwards, or see padding.
     {
         "model": "qwen3-moe-replayed",
         "layout": {**SEQUENCE, "pipeline": 2, "virtual_pipeline": 2},

@@ -103,7 +103,7 @@ def test_members_connect_to_their_peers_alone(seed: int) -> None:
     with_peers = open_sockets()
     mesh = join_in_threads(peers, meshed=True)
     with_all = open_sockets()
-    # Two sockets a pair, both here. Either way there are the store's beside them, and a listener for each member.
+    # Two sockets a pair, both here. Either way there are also the store's, and a listener for each member.
     more = len(with_all - with_peers) - len(with_peers - before)
     assert more == 2 * (size * (size - 1) // 2 - len(pairs))
     end = time.monotonic() + 60

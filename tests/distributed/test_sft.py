@@ -31,7 +31,7 @@ from megatron_dapo.trainer.sft import ExampleBatches, ExampleStream, SftLearner
 from megatron_dapo.types import Prompt
 
 MODELS = ("qwen2", "llama3")
-# Prompt and response tokens: a response of its stop token alone, one longer than all others together.
+# Prompt and response tokens: a response of only its stop token, one longer than all others together.
 LENGTHS = ((5, 12), (1, 1), (17, 3), (2, 60), (9, 9), (30, 2), (3, 25), (4, 1), (8, 14), (6, 7), (11, 33))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},

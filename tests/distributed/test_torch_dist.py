@@ -1,4 +1,4 @@
-"""Checkpoints go to Megatron-LM and come from it: a GPTModel of megatron-core alone saves and loads them in other layouts."""
+"""Checkpoints go to Megatron-LM and come from it: a plain GPTModel of megatron-core saves and loads them in other layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def convert(*arguments: str) -> int:
     return get_command(app).main(["convert", *arguments], standalone_mode=False) or 0
 
 
-# Model of `actor_checks`, layouts, and True for megatron-core's modules alone, False for the trainer's GPTModel.
+# Model of `actor_checks`, layouts, and True for only megatron-core's modules, False for the trainer's GPTModel.
 CASES: dict[str, tuple[str, tuple[dict[str, int], ...], bool]] = {
     "dense with biases": ("qwen2", ({"tensor": 2}, {"pipeline": 2}), True),
     "tied": ("llama3", ({"tensor": 2, "pipeline": 2}, {"pipeline": 2}), True),

@@ -71,7 +71,7 @@ def handles(monkeypatch) -> dict[str, torch.Tensor]:
 
 
 def test_slots_outside_the_arena(tmp_path, handles):
-    """The GPU form: slots owned by the ranks beside the engine ranks and opened by all others. They are never freed while an
+    """The GPU form: slots owned by the ranks next to the engine ranks and opened by all others. They are never freed while an
     engine may have them open: later syncs reuse them, and so does a restarted engine."""
     world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
     engines = [SimulatedEngine(world.layout)]

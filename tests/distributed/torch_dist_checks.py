@@ -1,4 +1,4 @@
-"""Worker: a GPTModel of megatron-core alone, built from a model's config.json, saves and loads its own `torch_dist` checkpoints."""
+"""Worker: a plain GPTModel of megatron-core, built from a model's config.json, saves and loads its own `torch_dist` checkpoints."""
 
 from __future__ import annotations
 

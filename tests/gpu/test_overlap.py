@@ -1,4 +1,4 @@
-"""Tensor-parallel communication beside the products, on two GPUs: the log-probs and gradients without it."""
+"""Tensor-parallel communication during the products, on two GPUs: the log-probs and gradients without it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def module_name(path: Path) -> str:
 
 
 def runtime_imports(tree: ast.AST) -> Iterator[str]:
-    """Modules a file imports when it runs; those for type checkers alone do not count."""
+    """Modules a file imports when it runs; those only for type checkers do not count."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

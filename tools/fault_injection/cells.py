@@ -61,8 +61,8 @@ FAULTS = {
     )
 }  # fmt: skip
 
-_NO_WRITE = "no rank writes in this phase: it is noticed at the next checkpoint, which is a cell of its own"
-_NO_TRAFFIC = "nodes exchange heartbeats alone in this phase: the same as a healthy run"
+_NO_WRITE = "no rank writes in this phase: it is noticed at the next checkpoint, which is a separate cell"
+_NO_TRAFFIC = "nodes exchange only heartbeats in this phase: the same as a healthy run"
 MEANINGLESS = {
     **{
         (fault, phase): _NO_WRITE
@@ -70,7 +70,7 @@ MEANINGLESS = {
         for phase in ("generate", "score", "weight_sync")
     },
     **{(fault, "score"): _NO_TRAFFIC for fault in ("throttle", "lossy")},
-    ("server", "score"): "servers score nothing, and responses are scored beside generation: the same as generate",
+    ("server", "score"): "servers score nothing, and responses are scored during generation: the same as generate",
 }
 
 Cell = tuple[str, str]  # names of fault and phase

@@ -5,7 +5,7 @@
                   from that duration after start-up; restarted until it ends; compared byte for byte
     aimed points  in addition: kills within milliseconds of the first byte of a checkpoint
 
-The runs are those of `megatron-dapo train`, in processes of their own. The phase of a kill comes from the stacks that
+The runs are those of `megatron-dapo train`, in separate processes. The phase of a kill comes from the stacks that
 the workers write on SIGUSR1 an instant before.
 """
 

@@ -2,7 +2,7 @@
 
     trainer ranks: send_buckets(group, outgoing)  ->  engine rank: receive_buckets(group, incoming)
 
-Both ends cut a bucket into the same messages: a large chunk is a message of its own, smaller neighbors of one sender
+Both ends cut a bucket into the same messages: a large chunk is a separate message, smaller neighbors of one sender
 travel together. A large chunk that is contiguous at an end needs no staging there: it leaves from the shard and arrives
 in the parameter. All senders of a bucket send at once, and the next buckets are in flight while one is copied into its
 parameters.

@@ -24,7 +24,7 @@ class Drafts:
         self._threads: dict[int, threading.Thread] = {}  # server -> thread
 
     def renew(self, server: int, client: SglangClient, version: int) -> None:
-        """Begin to load a server's next corpus if it is due. A server that still loads one is left alone."""
+        """Begin to load a server's next corpus if it is due. A server that still loads one is skipped."""
         if server in self._threads and self._threads[server].is_alive():
             return
         documents = self.history.take(server, version)

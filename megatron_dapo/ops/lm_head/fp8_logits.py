@@ -1,5 +1,5 @@
 """The head with its logits from FP8 products: quantized tile by tile, multiplied by Transformer Engine, by torch's
-scaled_mm where that is not installed, and on a CPU in fp32 from the same quantized values.
+scaled_mm if that is not installed, and on a CPU in fp32 from the same quantized values.
 
 Forward and the repetition in the backward pass use the same FP8 logits, so the probabilities agree. The two products of
 the backward pass stay in the model's type: gradients of logits span more magnitudes than e4m3 has, and most would round

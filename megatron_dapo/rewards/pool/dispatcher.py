@@ -228,7 +228,7 @@ class Dispatcher(WorkerOwner[VerifierProcess]):
         return worker.since + (self._timeout_s + _BLOCKED_S if worker.concurrency else self._timeout_s)
 
     def _stalling(self) -> list[VerifierProcess]:
-        """Return the workers with answers queued behind the current one that could move to other workers."""
+        """Return the workers with answers queued after the current one that could move to other workers."""
         return [
             worker
             for worker in self._workers

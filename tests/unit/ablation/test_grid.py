@@ -44,7 +44,7 @@ def test_inputs_are_from_the_directory_of_the_grid(write_grid: WriteGrid, tmp_pa
         (("seeds = [1, 2]", "seeds = [1, 1]"), "seeds: expected one or more different numbers"),
         (("seeds = [1, 2]", 'seeds = "1"'), "seeds: expected a valid"),
         (('after = "GRPO"', 'after = "grpo"'), "variants.2.after: expected an earlier variant"),
-        (("+ clip-higher", "grpo"), "variants.2.name: expected a name of its own"),
+        (("+ clip-higher", "grpo"), "variants.2.name: expected a unique name"),
         (('name = "GRPO"', 'nmae = "GRPO"'), "variants.1.nmae: expected a known key"),
         (("seeds =", 'baseline = "PPO"\nseeds ='), "baseline: expected one of the variants"),
         (('after = "GRPO"', 'program = "trl.py"'), "variants.2.program: expected a file"),

@@ -126,7 +126,7 @@ def test_monte_carlo_returns_are_exact_whatever_the_values(dtype):
 
 
 def test_a_batch_of_many_tiles_equals_its_sequences_one_by_one():
-    """Sequences that end at, before and behind the end of a tile, and one that spans several."""
+    """Sequences that end at, before and after the end of a tile, and one that spans several."""
     tile = linear_scan.LANE_LENGTH * linear_scan.MAX_LANES
     lengths = [tile - 1, 1, 5, tile - 5, 2 * tile + 17, 1, 1, 40]
     inputs = batch(lengths, 0, 0.0)

@@ -84,7 +84,7 @@ def test_rows_and_functions_are_written_beside_the_recipe(tmp_path: Path) -> Non
 
 
 def test_a_model_of_the_hub_is_the_same_in_the_written_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe is written into the run's directory, from which "OWNER/NAME" alone would be a path."""
+    """The recipe is written into the run's directory, from which a bare "OWNER/NAME" would be a path."""
     monkeypatch.chdir(tmp_path)
     for name in ("own/tiny", "hf://own/tiny"):
         loaded = load_config(Recipe(name, ROWS, own_reward, output_dir="run").write())

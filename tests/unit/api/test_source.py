@@ -77,7 +77,7 @@ short = lambda sample: 1.0
 
 
 def cell(monkeypatch: pytest.MonkeyPatch, text: str = CELL) -> ModuleType:
-    """Run a cell as IPython does: its lines are in the line cache alone, its names in __main__."""
+    """Run a cell as IPython does: its lines are only in the line cache, its names in __main__."""
     name = f"<ipython-input-{abs(hash(text))}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     module = ModuleType("__main__")

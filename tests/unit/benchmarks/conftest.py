@@ -1,4 +1,4 @@
-"""Benchmarks are programs: they import what lies beside them."""
+"""Benchmarks are programs: they import their neighbors."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_pipeline_stages_write_concurrently(parallel, bucket_bytes):
 
 
 def test_work_is_spread_over_replicas():
-    """Four whole replicas and an engine beside none of them."""
+    """Four whole replicas and an engine next to none of them."""
     source, near = _plan({}, tensor_parallel=1)
     shifted = plan(source, ShiftedLayout(near.engines, 4), ranks_per_node=4)
     sync_plan = SyncPlan(shifted, near.engines, 2048, rank_offset=4)
@@ -173,7 +173,7 @@ def test_work_is_spread_over_replicas():
     total = sum(spec.num_elements for spec in source.tensors.values())
     assert sum(written.values()) == total
     assert max(written.values()) <= 0.35 * total
-    # An engine beside rank 0 gets everything from there: nothing crosses to another rank's memory.
+    # An engine next to rank 0 gets everything from there: nothing crosses to another rank's memory.
     assert {write.source for bucket in near.buckets(0) for write in near.writes(bucket)} == {0}
 
 

@@ -85,7 +85,7 @@ def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, c
     assert 0.5 < first.std() * 32**0.5 / 0.02 < 1.5
     assert torch.equal(ranks[2]["0.output_layer.bias"], torch.zeros(1))
     [again] = load(directory)[1]
-    assert torch.equal(again["0.output_layer.weight"], first)  # the seed alone decides, not the layout
+    assert torch.equal(again["0.output_layer.weight"], first)  # Only the seed decides, not the layout.
     [other] = load(directory, start=ValueHeadInit(seed=6))[1]
     assert not torch.equal(other["0.output_layer.weight"], first)
 

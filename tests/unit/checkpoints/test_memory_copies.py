@@ -1,4 +1,4 @@
-"""Checkpoints that are loaded from memory: file by file, newest first, with storage behind whatever is missing or wrong."""
+"""Checkpoints that are loaded from memory: file by file, newest first, with storage for whatever is missing or wrong."""
 
 from __future__ import annotations
 

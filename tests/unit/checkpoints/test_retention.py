@@ -1,4 +1,4 @@
-"""Retention of checkpoints: last, every and best, alone and together, over whole runs."""
+"""Retention of checkpoints: last, every and best, separately and together, over whole runs."""
 
 from __future__ import annotations
 

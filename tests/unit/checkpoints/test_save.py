@@ -1,4 +1,4 @@
-"""Saves beside the run: what is saved is the state of its moment, every fault leaves a checkpoint, memory is bounded."""
+"""Saves during the run: what is saved is the state of its moment, every fault leaves a checkpoint, memory is bounded."""
 
 from __future__ import annotations
 

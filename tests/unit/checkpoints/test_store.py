@@ -112,7 +112,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def take_from_another_run(directory: Path) -> None:
-    """Put the manifest of another run's checkpoint of the same step beside these files, which are as long as its own."""
+    """Put the manifest of another run's checkpoint of the same step next to these files, which are as long as its own."""
 
     def write(writer: CheckpointWriter) -> None:
         writer.save_tensors("model.safetensors", {"w": torch.full((64,), 0.5)})
@@ -382,7 +382,7 @@ def test_several_ranks(store: CheckpointStore) -> None:
     Ranks(store, 3).run(save(2))
     path = store.path(2) / "rank_2.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"abcd")
-    # Rank 2 alone reads the broken file; all must take the one before.
+    # Only rank 2 reads the broken file; all must take the one before.
     found = Ranks(store, 3).run(newest_valid)
     assert [checkpoint.step for checkpoint in found] == [1, 1, 1]
     assert found[0].load_tensors("rank_2.safetensors")["w"][0] == 3.0

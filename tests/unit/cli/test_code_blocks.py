@@ -1,6 +1,6 @@
 """Code blocks of the README and docs/, fenced or indented: Python runs, TOML loads as a recipe, commands parse.
 
-A block that cannot be checked stands behind a line `<!-- not run: reason -->`. An indented block has the language of its first
+A block that cannot be checked stands after a line `<!-- not run: reason -->`. An indented block has the language of its first
 line; one that is none of the three (output, a diagram) is text.
 """
 
@@ -37,7 +37,7 @@ FIRST_LINES = (
     ("python", r"import |from \w+(\.\w+)* import |def |async def "),
     ("bash", r"([A-Z_]+=\S+ )*(megatron-dapo|make|pip|sbatch|python|examples/|\.venv/)"),
 )
-# Programs beside our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
+# Programs besides our own that commands may name; `make` and scripts of tools/ and benchmarks/ are checked by test_documents.py.
 OTHERS = ("make", "pip", "python", "docker", "sbatch", "cd", "export", "git", "srun", "torchrun", "tensorboard")
 
 

@@ -1,4 +1,4 @@
-"""`megatron-dapo plan sync` from a recipe whose model is a config.json alone."""
+"""`megatron-dapo plan sync` from a recipe whose model is only a config.json."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from tests.unit.plan.models import MODELS, size_of
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 DEFAULT = Machines()
 ROOM = 5 * GIB  # Every layout leaves this much of a GPU.
-LARGE_NODES = {"colocated_1node_32b": 2000.0}  # GiB of host memory, where 1,000 are too little
-SMALL_NODES = {"lora_1node_1gpu_7b": 1}  # GPUs, where 8 are too many
+LARGE_NODES = {"colocated_1node_32b": 2000.0}  # GiB of host memory; 1,000 are too little
+SMALL_NODES = {"lora_1node_1gpu_7b": 1}  # GPUs; 8 are too many
 LAYOUTS = sorted((EXAMPLES / "layouts").glob("*.toml"))
 SHIPPED = LAYOUTS + sorted((EXAMPLES / "recipes").glob("*.toml"))
 # Weights and fp32 gradients are larger than the GPUs of a node: no node can hold a replica, and each sync brings it the rest.
@@ -85,7 +85,7 @@ def test_every_shipped_layout_passes_without_a_warning_and_prints_its_figures(la
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda path: path.stem)
 def test_a_layout_recomputes_no_more_than_it_must(layout: Path, inputs: Path) -> None:
-    """To leave the room, beside the slack that the plan counts."""
+    """To leave the room, besides the slack that the plan counts."""
     plan = plan_of(layout, inputs)
     config = plan.loaded.config
     kind = config.model.recompute_granularity, config.megatron.get("recompute_modules")

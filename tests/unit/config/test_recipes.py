@@ -127,7 +127,7 @@ OPERATIONAL = """
     rollout.engine reward.shadow_verifier data.max_epochs run.callbacks critic.megatron
     optimizer.implementation critic.optimizer.implementation optimizer.on_host critic.optimizer.on_host
 """.split()
-# ... and those without effect where another value of these recipes switches them off.
+# ... and those without effect because another value of these recipes switches them off.
 SWITCHED_OFF = """
     reward.allow_overlong_filter_and_punishment algorithm.kl_estimator algorithm.kl_reward_estimator
     algorithm.loss.aggregation_length optimizer.min_learning_rate critic.optimizer.min_learning_rate

@@ -77,7 +77,7 @@ def _write_parquet(path, rows):
     import pyarrow
     import pyarrow.parquet
 
-    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow alone takes the first row's
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow by itself takes the first row's
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]), path
     )

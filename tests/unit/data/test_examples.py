@@ -41,7 +41,7 @@ def test_a_response_ends_as_the_template_ends_a_turn(write, make_tokenizer) -> N
     (example,) = load([path], tokenizer, stops=[tokenizer.eos_token_id, end]).values()
     assert example.token_ids[-1] == end
     (example,) = load([path], tokenizer, "plain", stops=[tokenizer.eos_token_id, end]).values()
-    assert example.token_ids[-1] == tokenizer.eos_token_id, "no template puts anything behind a plain text"
+    assert example.token_ids[-1] == tokenizer.eos_token_id, "no template puts anything after a plain text"
 
 
 def test_examples_that_are_too_long_are_left_out_whole(write, tokenizer) -> None:

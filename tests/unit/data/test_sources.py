@@ -146,7 +146,7 @@ def test_prompts_made_for_each_epoch_come_once_and_after_a_resume_too(seed: int,
     assert max(made.values(), default=1) == 1
     if before + after > 10:
         assert abs(sum(made.values()) - 2 * (before + after) / 3) <= 3, (
-            "its share is kept where epochs differ in length"
+            "its share is kept if epochs differ in length"
         )
 
 

@@ -64,7 +64,7 @@ def test_short_prefixes_are_not_read_as_far_as_long_ones() -> None:
 
 
 def check_products(sharing: Sharing, prefix_of_row: list[int], lengths: list[int]) -> None:
-    """Against products with each row's own prefix, whose columns behind its length count for nothing."""
+    """Against products with each row's own prefix, whose columns after its length count for nothing."""
     torch.manual_seed(0)
     used = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[:, None, :, None]
     keys, values = torch.randn(2, len(lengths), 2, max(lengths), 4, dtype=torch.float64) * used

@@ -42,7 +42,7 @@ def test_torchrun_comes_before_srun_and_a_part_of_it_is_refused() -> None:
 
 @pytest.fixture
 def port_of(monkeypatch: pytest.MonkeyPatch):
-    for name in RENDEZVOUS:  # undone even where the code under test sets it
+    for name in RENDEZVOUS:  # undone even if the code under test sets it
         monkeypatch.setenv(name, "")
 
     def port(process: ProcessEnvironment, **variables: str) -> str:

@@ -170,7 +170,7 @@ def test_the_end_of_a_launch_is_worth_another_attempt_if_it_can_be_counted(tmp_p
     begin_attempt(run, 3, "17")
     record_end(run, "finished")
     assert end_of_launch(run, "17", first, 2).exit_code == 0
-    # Another job has the directory: its attempts are left alone.
+    # Another job has the directory: its attempts are not touched.
     holder = start(HOLD, str(run))
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

@@ -1,4 +1,4 @@
-"""Workers of one node meet on loopback alone, without a store that unpickles what anyone sends it, and one signal stops
+"""Workers of one node meet only on loopback, without a store that unpickles what anyone sends it, and one signal stops
 them."""
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_tasks_share_all_cores_and_have_the_port_that_is_free(script: str, tmp_p
 
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_the_record_of_the_attempt_decides_on_a_requeue(script: str, tmp_path: Path) -> None:
-    """srun ends with 143 where it has killed the other tasks, whatever the first one's reason was."""
+    """srun ends with 143 if it has killed the other tasks, whatever the first one's reason was."""
     for verdict in (75, 1, 0):
         code, lines = run_script(script, tmp_path, 17, srun=143, verdict=verdict)
         assert code == verdict
@@ -124,7 +124,7 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
 
 
 def test_a_job_that_lost_a_node_before_its_step_began_is_requeued(tmp_path: Path) -> None:
-    """No attempt is on record then, which alone would end the job."""
+    """No attempt is on record then, which by itself would end the job."""
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=1, nodes_left=1)
     assert code == 75 and lines == ["requeue 17"], "without a step that would wait for the node"
     # Lost after that, when the step begins.
@@ -183,7 +183,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_trainer_alone_starts_again_while_servers_are_kept(tmp_path: Path) -> None:
-    """A step of supervisors on every node, beside the trainer's, which is repeated; it ends with the script."""
+    """A step of supervisors on every node, next to the trainer's, which is repeated; it ends with the script."""
     code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, scope="trainer", kept=1, attempts=2)
     assert code == 0 and "requeue 17" not in lines and len((tmp_path / "attempts").read_text().split()) == 3
     options = (tmp_path / "supervisors").read_text().split()

@@ -95,7 +95,7 @@ def test_one_call_of_flash_attention_takes_all_sequences(monkeypatch: pytest.Mon
 
 
 def test_torchs_flash_attention_takes_the_call() -> None:
-    """Shapes alone: tensors that are on no device."""
+    """Only shapes: tensors that are on no device."""
     pytest.importorskip("torch.nn.attention.varlen")
     with FakeTensorMode():
         shapes = ((53, HEADS, 64), (53, GROUPS, 64), (53, GROUPS, 64))

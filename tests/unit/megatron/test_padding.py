@@ -64,7 +64,7 @@ def test_every_rank_s_share_of_any_micro_batch_is_aligned(
         local = slice_for_context(batch, rank, context).token_ids.numel()
         own, rest = divmod(local, tensor if layout.sequence_parallel else 1)
         assert rest == 0 and own % multiple == 0
-    # The sequences are where they are without FP8; what was added is one sequence behind them, which no sum sees.
+    # The sequences are where they are without FP8; what was added is one sequence after them, which no sum sees.
     count = len(lengths)
     assert torch.equal(batch.cu_seqlens[: count + 1], plain.cu_seqlens[: count + 1])
     assert int(batch.cu_seqlens[-1]) == batch.num_tokens and len(batch.sample_ids) <= count + 1

@@ -13,7 +13,7 @@ from megatron_dapo.megatron.platform import PATCHES, install_cpu_platform
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is not used where CUDA is present")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is not used if CUDA is present")
 
 
 @pytest.fixture(scope="module")

@@ -247,7 +247,7 @@ def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) ->
 
 
 def test_served_logprobs_are_the_trainer_s_at_the_served_values() -> None:
-    """A model in fp32 at the quantized weights differs from FP8 by the rounding of activations alone."""
+    """A model in fp32 at the quantized weights differs from FP8 only by the rounding of activations."""
     want = wide_model()
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     actor = build_actor(want, LAYOUT, settings_of())
@@ -316,7 +316,7 @@ def _everything(actor: Any) -> dict[str, torch.Tensor]:
     return {**tensors, **buffers}
 
 
-# Relative rms error of rounding to 3 bits behind the leading one, of numbers evenly spread in logarithm: the step is
+# Relative rms error of rounding to 3 bits after the leading one, of numbers evenly spread in logarithm: the step is
 # 1/8, its variance 1/8^2 / 12, and the mean of 1/x^2 over [1, 2) is 3 / (8 ln 2). A product has two rounded operands.
 ROUNDING = math.sqrt((1 / 8) ** 2 / 12 * 3 / (8 * math.log(2)))
 PRODUCT = math.sqrt(2) * ROUNDING
@@ -342,7 +342,7 @@ def test_fp8_differs_from_fp32_by_what_its_rounding_costs(changes: dict[str, Any
     of_gradients = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
     expected = PRODUCT * math.sqrt(2 * products + 1)
     assert 0.5 * expected < of_gradients < 2 * expected, (of_gradients, expected)
-    # Forward alone, as a share of how much log-probs of different tokens differ.
+    # Only forward, as a share of how much log-probs of different tokens differ.
     of_logprobs = float((logprobs[1] - logprobs[0]).square().mean().sqrt() / logprobs[0].std())
     expected = PRODUCT * math.sqrt(products)
     assert 0.5 * expected < of_logprobs < 2 * expected, (of_logprobs, expected)

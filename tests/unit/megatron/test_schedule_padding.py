@@ -58,7 +58,7 @@ def test_padding_stands_behind_the_micro_batch_in_sequences_of_its_own(context, 
             )
             # Padding has the micro-batch's own tokens, for routers that would send equal ones to the same experts.
             assert torch.equal(one.token_ids, one.token_ids[:own].repeat(3)[: one.token_ids.numel()])
-            # The loss sees the micro-batch alone, and its tokens come first.
+            # The loss sees only the micro-batch, and its tokens come first.
             assert one.micro_batch.num_tokens * context == whole.num_tokens
             assert torch.equal(one.token_ids[: one.micro_batch.num_tokens], one.micro_batch.token_ids)
 

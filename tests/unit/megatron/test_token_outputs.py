@@ -71,7 +71,7 @@ def test_it_is_named_with_its_reason_before_anything_runs(chunk) -> None:
 
 @pytest.mark.parametrize("positions", [None, [2, 3, 8]])
 def test_the_loss_gets_the_divergence_from_a_reference(chunk, monkeypatch: pytest.MonkeyPatch, positions) -> None:
-    """Against log-softmax of all logits in fp64, at the response positions alone, with the gradient in the actor's states."""
+    """Against log-softmax of all logits in fp64, only at the response positions, with the gradient in the actor's states."""
     generator = torch.Generator().manual_seed(2)
     hidden, other = (torch.randn(1, 9, 128, generator=generator).mul(0.1) for _ in range(2))
     hidden.requires_grad_()

@@ -1,4 +1,4 @@
-"""The detector: finds the node, the metric and the time; keeps quiet where it must; equals a search of every window."""
+"""The detector: finds the node, the metric and the time; keeps quiet when it must; equals a search of every window."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_gaps_and_nodes_without_samples() -> None:
 def test_a_node_whose_samples_end_is_not_compared_any_more() -> None:
     samples = healthy(8, 200)
     samples.values[3, 45:50] = 0.1
-    samples.values[3, 50:] = np.nan  # filled with its last sample alone it would be an outlier for ever
+    samples.values[3, 50:] = np.nan  # filled only with its last sample, it would be an outlier for ever
     assert detect(samples, SHORT) is None
 
 

@@ -215,7 +215,7 @@ def wait_until(condition: object, seconds: float = 30.0) -> bool:
 
 
 def test_the_process_samples_a_connected_rank_at_low_cost(tmp_path: Path) -> None:
-    """Its rank hands it the page of its heartbeat; files are the user's alone, and it uses little of a core."""
+    """Its rank hands it the page of its heartbeat; files belong only to the user, and it uses little of a core."""
     umask = os.umask(0o077)
     heartbeat = Heartbeat()
     heartbeat.connect(Place(0, 1, 0, 0, 1, f"{os.getpid()}-{time.time_ns()}", ("127.0.0.1", 0)))

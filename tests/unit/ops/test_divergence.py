@@ -148,7 +148,7 @@ def check_batch(chapter) -> None:
         assert_golden(mse + cross, section[name]["total"])
     hot = section["cifar_kd wrn40_2->wrn40_1: a1_b12_g0.3_T4_T2_4"]
     found = golden(chapter, 0.3, temperature=4.0)[1]
-    # The authors' T2 is in the weights alone; ours divides the logits, whose squares are 16 times smaller.
+    # The authors' T2 is only in the weights; ours divides the logits, whose squares are 16 times smaller.
     mse, cross = 16 * over_batch(found.weighted_mse, teacher, 0.3, 4.0), found.cross_entropy.mean()
     assert_golden(mse, hot["wmse"])
     assert_golden(cross, hot["sce"])

@@ -46,7 +46,7 @@ def interpreter_is_broken() -> bool:
 
 @pytest.fixture(params=RUNNING)
 def settings(request: pytest.FixtureRequest) -> dict:
-    """Small tiles where the implementation takes any, so that every case has several."""
+    """Small tiles if the implementation takes any, so that every case has several."""
     return {"implementation": request.param, **TILES[request.param]}
 
 
@@ -311,7 +311,7 @@ def test_gradient_of_hidden_is_accumulated_in_fp32_over_64_tiles() -> None:
     inputs = make(16, 32, 64 * 8, scale=0.2, dtype=torch.bfloat16)
     right = exact(inputs, vocab_size=512).to_hidden
     found = run(inputs, vocab_size=512, implementation="chunked", chunk_columns=8).to_hidden
-    # One rounding to bf16 at the end, at most 2^-8 of a value; fp32 sums show nothing beside it.
+    # One rounding to bf16 at the end, at most 2^-8 of a value; fp32 sums show nothing next to it.
     assert ((found.double() - right).abs() <= 2**-8 * right.abs() + 1e-5).all()
     in_bf16 = _to_hidden_accumulated_in_bf16(inputs, 8)
     assert not ((in_bf16.double() - right).abs() <= 2**-8 * right.abs() + 1e-5).all(), "the bound sees no difference"

@@ -34,7 +34,7 @@ def pip(*arguments: object, python: str | Path = sys.executable, timeout: float 
 
 @pytest.fixture(scope="module")
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, for a build leaves files beside its sources."""
+    """A wheel built from a copy, for a build leaves files next to its sources."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (repository / name).is_dir():

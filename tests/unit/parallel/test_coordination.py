@@ -1,4 +1,4 @@
-"""The tree of small groups: every rank is reached, by few connections a rank; one process alone needs no group."""
+"""The tree of small groups: every rank is reached, by few connections a rank; a single process needs no group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's stores listen on the address of their host alone."""
+"""torch's stores listen only on the address of their host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small random model whose matrices fit every format, and prompts for it; a skip where ModelOpt is not installed."""
+"""A small random model whose matrices fit every format, and prompts for it; a skip if ModelOpt is not installed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_every_rank_ends_where_a_message_waits_for_both_its_ends(seed: int, monk
     sent = [m for rank, rest in enumerate(waiting) for now in rest for m in now if m.sender == rank]
     assert sum(len(message.sizes) for message in sent) == len(crossing)
     assert all(sum(message.sizes) <= 1 << 20 or len(message.sizes) == 1 for message in sent)
-    # A large one travels without a copy, which it can only alone.
+    # A large one travels without a copy, which only a separate message allows.
     assert not [message for message in sent if max(message.sizes) >= 1 << 18 and len(message.sizes) > 1]
     # Ranks go on in any order; a message ends once both its ends are at it, as a send without a buffer does.
     open_ends: list[set[Message]] = [set(rest[0]) if rest else set() for rest in waiting]

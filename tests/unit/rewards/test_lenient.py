@@ -266,7 +266,7 @@ def test_integers_of_any_size():
         ("So \\boxed{14400}.\nAnswer:", "14400"),
         ("Answer: 42. This follows from 6 * 7 = 42.", "42."),
         ("Answer: St. Petersburg", "St. Petersburg"),
-        ("Answer: x is 5 and y is 6", "x is 5 and y is 6"),  # two values: neither alone
+        ("Answer: x is 5 and y is 6", "x is 5 and y is 6"),  # two values: neither by itself
         ("Answer: The answer is not 5", "not 5"),
         ("\\boxed{1}\nand\n\\boxed{2}", "1, 2"),
         ("$$\\boxed{1}$$\n$$\\boxed{2}$$", "1, 2"),

@@ -281,7 +281,7 @@ def test_a_function_that_forks_replies_once(user_path):
 
 
 def test_the_clock_starts_with_the_worker_not_with_the_call(user_path):
-    """Three answers of 0.8 s behind each other on one worker: queued for longer than the deadline, but all in time."""
+    """Three answers of 0.8 s after each other on one worker: queued for longer than the deadline, but all in time."""
     with VerifierPool("user_rewards:by_command", RewardConfig(timeout_seconds=2.0)) as pool:
         scores = pool.score_many([(i, "sleep 0.8", "", False) for i in range(3)])
     assert [score.outcome for score in scores.values()] == ["correct"] * 3
@@ -330,7 +330,7 @@ def _workers():
 
 
 def wait_for_workers(others: set[int], number: int) -> set[int]:
-    """Wait until there are `number` processes beside `others`; return them, or those there are after 20 s."""
+    """Wait until there are `number` processes besides `others`; return them, or those there are after 20 s."""
     deadline = time.monotonic() + 20
     while len(left := {child.pid for child in _workers()} - others) != number and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -457,7 +457,7 @@ def cpu_seconds():
 
 
 def test_throughput_of_simple_answers():
-    """The target is 5,000 answers a second on two free cores. The bound is in CPU time, which a busy host leaves alone."""
+    """The target is 5,000 answers a second on two free cores. The bound is in CPU time, which a busy host does not change."""
     response = "Let me think step by step. " * 1000
     items = [(i, f"{response}\nAnswer: {i}", str(i), False) for i in range(2000)]
     with VerifierPool("dapo", RewardConfig(num_workers=2)) as pool:

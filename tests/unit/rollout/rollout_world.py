@@ -28,7 +28,7 @@ SEED = 11
 
 
 def fraction(*key: object) -> float:
-    """A number in [0, 1) that depends on `key` alone."""
+    """A number in [0, 1) that depends only on `key`."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little") / 2**56
 
 

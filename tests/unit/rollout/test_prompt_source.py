@@ -87,7 +87,7 @@ def corrected(successes: int, size: int) -> float:
 
 
 def assert_mean(values: list[float], expected: float) -> None:
-    """Within four standard errors, which are small beside the bias that is looked for."""
+    """Within four standard errors, which are small next to the bias that is looked for."""
     error = statistics.stdev(values) / len(values) ** 0.5
     assert error < 0.015 and abs(statistics.fmean(values) - expected) < 4 * error, (statistics.fmean(values), error)
 

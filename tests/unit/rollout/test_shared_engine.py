@@ -1,4 +1,4 @@
-"""Two users of one engine: each gets its responses whole, and an evaluation beside training changes no batch."""
+"""Two users of one engine: each gets its responses whole, and an evaluation during training changes no batch."""
 
 from __future__ import annotations
 

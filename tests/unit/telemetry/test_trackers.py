@@ -13,7 +13,7 @@ import pytest
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.telemetry.trackers import open_trackers
 
-# In a process of its own: the packages are in a directory beside the environment, and wandb starts a service.
+# In a separate process: the packages are in a directory next to the environment, and wandb starts a service.
 PROGRAM = """
 import json, sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from tools.fuzzing.target import Target
 
 
 def run_fuzzer(num_inputs: int, seed: int, timeout_s: float) -> dict[str, object]:
-    """In a process of its own, whose memory it limits."""
+    """In a separate process, whose memory it limits."""
     command = [sys.executable, "-W", "ignore", "-m", "tools.fuzz_files", "--json"]
     command += ["--inputs", str(num_inputs), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -42,7 +42,7 @@ def problem_of(row: dict) -> str:
 
 
 def exercise_of(text: str) -> tuple[int, ...]:
-    """(start, change, change, ...) read off the words alone; 0 stands for doubling."""
+    """(start, change, change, ...) read only from the words; 0 stands for doubling."""
     first, *events = text.split(". ")[:-1]
     changes = []
     for event in events:

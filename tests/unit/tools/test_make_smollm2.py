@@ -43,7 +43,7 @@ def test_weights_are_those_of_the_file_in_the_order_of_hugging_face(directory: P
     nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
     expected = (nibbles * scale + least).reshape(576, 1536)
     assert np.array_equal(weights["model.layers.0.mlp.down_proj.weight"].numpy(), expected)
-    # llama.cpp writes the two halves of a rotary pair next to each other; Hugging Face has one half behind the other.
+    # llama.cpp writes the two halves of a rotary pair next to each other; Hugging Face has one half after the other.
     query = gguf.dequantize(tensors["blk.7.attn_q.weight"].data, tensors["blk.7.attn_q.weight"].tensor_type)
     of_head = query.reshape(9, 32, 2, 576)
     expected = np.concatenate([of_head[:, :, 0], of_head[:, :, 1]], axis=1).reshape(576, 576)

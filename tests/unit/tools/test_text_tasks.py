@@ -33,7 +33,7 @@ def integers(text: str) -> list[int]:
 def arithmetic(text: str) -> str:
     expression = text.rpartition(":")[2].rstrip("= ")
     assert re.fullmatch(r"[\d +-]+", expression)
-    return str(eval(expression))  # digits, signs and blanks alone
+    return str(eval(expression))  # only digits, signs and blanks
 
 
 def equation(text: str) -> str:

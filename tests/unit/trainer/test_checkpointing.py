@@ -1,4 +1,4 @@
-"""Counters in a checkpoint, and the optimizer state beside an exported critic: what loads and what does not."""
+"""Counters in a checkpoint, and the optimizer state next to an exported critic: what loads and what does not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fields_of_another_version_are_refused_with_what_to_do(change: dict[str,
 
 
 class FakeState:
-    """A state of one tensor that loads where the saved type is its own."""
+    """A state of one tensor that loads if the saved type is its own."""
 
     rank = 0
 

@@ -1,4 +1,4 @@
-"""The critic's optimizer steps: exact denominators, its own mini-batches, and what happens where little is finished."""
+"""The critic's optimizer steps: exact denominators, its own mini-batches, and what happens if little is finished."""
 
 from __future__ import annotations
 

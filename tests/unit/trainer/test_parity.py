@@ -55,7 +55,7 @@ def test_missing_logprobs_are_named() -> None:
 
 
 def test_quantized_weights_are_compared_with_quantized_weights_and_the_error_is_reported(caplog) -> None:
-    """The trainer is 0.05 off as trained and equal as served; the gate is on the second, and holds there alone."""
+    """The trainer is 0.05 off as trained and equal as served; the gate is on the second, and holds only there."""
     state = {"rounded": False}
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Parts of the reward beside the verifier's, as a recipe switches them on."""
+"""Parts of the reward besides the verifier's, as a recipe switches them on."""
 
 from __future__ import annotations
 

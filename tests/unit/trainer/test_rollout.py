@@ -279,7 +279,7 @@ def test_turns_travel_with_their_rewards_and_contexts(rewards_turns: bool) -> No
 
 
 def _cut(sample: ScoredSample, draw: random.Random) -> ScoredSample:
-    """The same sampled tokens in more streams: each turn of the main stream stays or moves to a segment of its own."""
+    """The same sampled tokens in more streams: each turn of the main stream stays or moves to a separate segment."""
     one, main, segments = sample.completion, [], []
     for turn in one.episode.turns:
         if draw.random() < 0.5:

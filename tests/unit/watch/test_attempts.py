@@ -87,7 +87,7 @@ def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(
         (2, 1),
     ):
         begin(tmp_path)
-        train_to(tmp_path, step)  # a resumed run cuts off the rows behind its checkpoint: fewer are no progress
+        train_to(tmp_path, step)  # a resumed run cuts off the rows after its checkpoint: fewer are no progress
         assert judged(tmp_path) == code, step
     reason = verdict(tmp_path, "17", 1, 3).reason
     assert "3 attempts in a row completed no train step beyond step 2" in reason and "killed" in reason

@@ -29,7 +29,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> Failure:
 
 
 def test_evidence_of_the_kernel_comes_before_reports_and_reports_before_broken_connections() -> None:
-    """Whatever the order in which they were noticed: a connection breaks before the death behind it is seen."""
+    """Whatever the order in which they were noticed: a connection breaks before its peer's death is seen."""
     reset = Failure(0, "connection lost", "Connection reset by peer", is_consequence=True, time=1.0)
     error = Failure(1, "exception", "RuntimeError: x", time=2.0)
     killed = Failure(3, "signal", "killed by signal 9", time=3.0)

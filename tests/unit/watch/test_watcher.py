@@ -74,7 +74,7 @@ class Run:
             ]
             self.logs.append(logs / f"log_{rank}")
             with self.logs[-1].open("w") as log:
-                # As under srun: node 0 alone prints the verdict.
+                # As under srun: only node 0 prints the verdict.
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "1"}
                 self.processes.append(subprocess.Popen(command, env=environment, stderr=log))
         end = time.monotonic() + 120
@@ -215,7 +215,7 @@ def test_the_watcher_imports_only_the_standard_library() -> None:
 
 @contextmanager
 def small_file_system(directory: Path, megabytes: int) -> Iterator[Path]:
-    """Mount an ext4 file system of its own."""
+    """Mount a separate ext4 file system."""
     image, mount = directory / "image", directory / "mount"
     mount.mkdir()
     with image.open("wb") as stream:

@@ -61,4 +61,4 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedSGD(torch.optim.SGD):
-    """Imported beside FusedAdam, and not used."""
+    """Imported with FusedAdam, and not used."""

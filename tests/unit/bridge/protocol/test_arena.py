@@ -38,7 +38,7 @@ def test_a_path_changed_to_another_arena_does_not_open_it(tmp_path):
     """One damaged digit of a command's path names the arena of the neighboring engine rank."""
     own, other = create_arena(tmp_path, "sync-0", 64), create_arena(tmp_path, "sync-1", 64)
     Arena(other).progress.start(7)
-    assert Arena(other).progress.key == other.key, "a start resets the counters alone"
+    assert Arena(other).progress.key == other.key, "a start resets only the counters"
     with pytest.raises(ValueError, match=f"its key is {other.key}, not {own.key}: it is another engine's"):
         Arena(dataclasses.replace(own, path=other.path))
 

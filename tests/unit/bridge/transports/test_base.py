@@ -33,7 +33,7 @@ def test_a_call_uses_the_gpu_of_its_rank(gpu_3: None) -> None:
 
 
 def test_a_payload_names_nothing_but_a_class_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core 0.19 puts a function of its own where a tensor's pickle names one of torch, which SGLang refuses."""
+    """megatron-core 0.19 puts its function where a tensor's pickle names one of torch, which SGLang refuses."""
 
     class Order:
         def encode(self) -> str:

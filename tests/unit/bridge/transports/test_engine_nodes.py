@@ -1,4 +1,4 @@
-"""The trainer rank beside each engine rank."""
+"""The trainer rank next to each engine rank."""
 
 from __future__ import annotations
 

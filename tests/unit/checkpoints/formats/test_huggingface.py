@@ -43,7 +43,7 @@ def test_copy_is_bit_identical_and_loads(shard_in, shard_out, num_files, make_mo
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == num_files
-    # A shard may exceed the bound only where it is one tensor.
+    # A shard may exceed the bound only if it is one tensor.
     assert all(file.stat().st_size <= shard_out + 4096 for file in files)
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.bfloat16) for f in (directory, tmp_path / "out")]
     tokens = torch.arange(7)[None]

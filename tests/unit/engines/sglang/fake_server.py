@@ -1,6 +1,6 @@
 """A stand-in for a stock SGLang server: real HTTP over loopback, in threads of the test, with faults to order.
 
-Its "model" is a hash: token and log-prob at a position depend on (seed, position of the last input token) alone, as in
+Its "model" is a hash: token and log-prob at a position depend on only (seed, position of the last input token), as in
 SGLang's seeded sampler, so `expected` knows every response beforehand.
 
     with FakeServer() as server:
@@ -44,7 +44,7 @@ FAULTS = (
     "unknown_reason",
     "nan_stop",  # what SGLang reports for logits that are not numbers
     "short",  # finish reason length before the length
-    "behind_stop",  # tokens behind a stop id
+    "behind_stop",  # tokens after a stop id
     "unsuccessful",  # HTTP 200, success: false
 )
 

@@ -265,7 +265,7 @@ def test_a_server_that_never_serves_is_not_restarted_forever(clock: SimpleNamesp
 
 
 def test_a_replaced_server_is_told_its_number_and_the_first_ones_cache() -> None:
-    """Its seed differs from its predecessor's, and its cache, sized beside the trainer, is no larger than the first."""
+    """Its seed differs from its predecessor's, and its cache, sized next to the trainer, is no larger than the first."""
     world = make_world()
     world.engines.publish(0)
     world.update.failing = [{1: "checksums differ"}, {1: "it died"}]

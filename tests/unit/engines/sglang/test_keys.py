@@ -1,4 +1,4 @@
-"""The key's file belongs to its owner alone."""
+"""The key's file belongs only to its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared-memory files of servers that nobody could clean up behind."""
+"""Shared-memory files of servers that nobody could clean up."""
 
 from __future__ import annotations
 
