@@ -108,7 +108,7 @@ class Turn:
     end: int
     observed_end: int
     finish_reason: FinishReason = "stop"  # "length": the turn was cut, and nothing in it was executed
-    reward: float = 0.0  # given at its end
+    reward: float = 0.0  # reward at its end
     trained: bool = True  # False: another model's, or not to be learned from
     calls: tuple[TurnCall, ...] = ()
     order: int = 0  # number among the turns of the episode, whose streams may take turns
@@ -172,7 +172,7 @@ class Segment:
     versions: tuple[VersionRange, ...]
     turns: tuple[Turn, ...]
     parent: int = 0  # segment from which it came; 0: the main stream
-    reason: str = ""  # why it does not extend that one
+    reason: str = ""  # reason it does not extend that one
     routing: np.ndarray | None = None  # see Completion
     support: np.ndarray | None = None  # see Completion
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 DEPTH = 18  # tokens of the context that are looked up (--speculative-ngram-max-trie-depth)
 MIN_BREADTH, MAX_BREADTH = 1, 10  # children of a node, by how long its suffix is
-SEPARATOR = -(1 << 31)  # between documents
+SEPARATOR = -(1 << 31)  # separates documents
 Tree = dict[int, "Tree"]
 
 

@@ -324,7 +324,7 @@ def _outcome(measure: Callable[[str], Row], case: str) -> dict[str, Any]:
 
 def _recovers() -> bool:
     """Free memory; return False if a kernel's error has left no usable context."""
-    for _ in range(2):  # what the first collection ends lets go of more
+    for _ in range(2):  # The objects that the first collection ends release more.
         gc.collect()
     if not torch.cuda.is_available():
         return True

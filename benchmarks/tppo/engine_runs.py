@@ -44,7 +44,7 @@ class MeasuredEngine:
     engine: Any
     clock: Callable[[], float]
     origin: str
-    change_weights: Callable[[], None] = lambda: None  # what an update does to caches; the weights stay
+    change_weights: Callable[[], None] = lambda: None  # effect of an update on caches; the weights stay
 
     def seconds(self, requests: Sequence[GenerationRequest]) -> tuple[float, list[Completion]]:
         """Generate everything."""

@@ -114,7 +114,7 @@ class Deltas:
             }
             if owned.write.is_view(sources, part[2]) and values.is_cuda:
                 views += counted.items()
-            else:  # while a cache holds it, or before the memory of the cast is used again
+            else:  # A cache still holds it, and the memory of the cast is used again.
                 places += counted
                 sums.append(slice_sums(list(counted.values())))
         places += [place for place, _ in views]

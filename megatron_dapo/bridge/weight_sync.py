@@ -78,7 +78,7 @@ class EngineSyncReport:
 
     state: EngineState
     version: int | None = None  # served from now on; None if nothing may be served
-    reason: str = ""  # why the engine is unserved
+    reason: str = ""  # cause of an unserved engine
     num_bytes: int = 0  # copied into its parameters; known for engines led by this rank, on rank 0 for all
     seconds: dict[str, float] = field(default_factory=dict)  # step -> seconds, for the same engines
 

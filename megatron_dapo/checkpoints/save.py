@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Name, begin and end in the shared memory of a file, and the sizes of its pieces if it has any.
 Place = tuple[str, int, int, Sequence[int]]
 IDLE, IN_FLIGHT, FAILED = 0.0, 1.0, 2.0  # status of a save on one rank; the maximum over ranks is that of the save
-_LOOK_S = 0.02  # between two checks for the parts of other ranks
+_LOOK_S = 0.02  # interval of the checks for the parts of other ranks
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class SyncFigures:
     quantization: str
     model_bytes: int
     shard_bytes: Range  # an engine rank's parameters, padding included
-    sent: Range  # over trainer ranks
-    received: Range  # over engine ranks
-    local: Range  # over engine ranks
+    sent: Range  # trainer ranks
+    received: Range  # engine ranks
+    local: Range  # engine ranks
     sent_between_nodes: int  # all ranks; bytes that a node's servers share in its memory count once
     bytes_ratio: float  # largest (received + local) / shard
     top_senders: tuple[tuple[int, int], ...]  # (rank, bytes)

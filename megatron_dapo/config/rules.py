@@ -25,7 +25,7 @@ class Violation:
     formula: str  # the rule that does not hold, e.g. "rollout.prompts_per_step % training.mini_batch_prompts == 0"
     suggestion: str
     values: Mapping[str, Any] = field(default_factory=dict)  # every number of the formula
-    reason: str = ""  # why there is the rule, a clause that a user reads in place of the formula
+    reason: str = ""  # purpose of the rule, a clause that a user reads in place of the formula
 
     @property
     def rule(self) -> str:

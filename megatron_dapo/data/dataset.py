@@ -63,7 +63,7 @@ class LoadReport:
     num_too_long: int
     num_prompts: int  # kept
     max_prompt_tokens: int
-    longest_prompt_tokens: int  # over all unique prompts
+    longest_prompt_tokens: int  # maximum of all unique prompts
     multiplicity_min: int  # rows a kept prompt had
     multiplicity_max: int
     conflicts: tuple[Conflict, ...]

@@ -21,7 +21,7 @@ from megatron_dapo.config.data_schema import InjectionConfig
 from megatron_dapo.data.template import PromptTemplate
 from megatron_dapo.types import FilterDecision, Prompt
 
-SEPARATOR = "~"  # between the id of a prompt and the name of a template
+SEPARATOR = "~"  # separates the id of a prompt and the name of a template
 TEMPLATE = "injection"  # key of Prompt.extra that names a rewrite's template
 _FADING = 0.98  # decay of templates' counts per rewrite group: the policy changes, so no template is given up for good
 

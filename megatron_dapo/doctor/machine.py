@@ -80,7 +80,7 @@ class Device:
 class TorchFacts:
     """torch's build and the devices it sees."""
 
-    error: str = ""  # why it cannot be imported, or cannot use the devices
+    error: str = ""  # reason it cannot be imported, or cannot use the devices
     version: str = ""
     cuda: str | None = None  # toolkit torch was built with; None: a CPU build
     devices: tuple[Device, ...] = ()
@@ -101,7 +101,7 @@ class TransformerEngineFacts:
     """Transformer Engine of this environment. Support is known with a GPU only."""
 
     version: str | None = None  # None: not installed
-    error: str = ""  # why it cannot be imported
+    error: str = ""  # reason it cannot be imported
     fp8: Support | None = None
     fp8_block_scaling: Support | None = None
     flash_attention: Support | None = None  # FlashAttention 3

@@ -25,11 +25,11 @@ class SglangFacts:
     """The engines' environment."""
 
     python: Path
-    error: str = ""  # why its interpreter does not run
+    error: str = ""  # reason its interpreter does not run
     version: str | None = None  # None: SGLang is not installed
     record: tuple[object, ...] = ()  # path, modification time and size of the installation's RECORD
     libraries: EngineLibraries | None = None  # None: not tried
-    nccl_difference: str = ""  # between trainer and servers, if weights travel by p2p
+    nccl_difference: str = ""  # difference of the NCCLs of trainer and servers, if weights travel by p2p
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AttentionResult:
     back_end: str
     packing: str
     error: float | None = None  # relative to fp32
-    failure: str = ""  # why it does not run
+    failure: str = ""  # reason it does not run
 
 
 def violation_findings(

@@ -94,7 +94,7 @@ class SharedEngine:
         if stopped is self.evaluation:
             self.engine.submit(continued)
         else:
-            self._waiting.extendleft(reversed(continued))  # given to the engine by the next poll
+            self._waiting.extendleft(reversed(continued))  # The next poll gives them to the engine.
 
     def _fill(self) -> None:
         """Submit waiting requests of the evaluation for which there are places."""

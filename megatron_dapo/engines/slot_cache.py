@@ -22,7 +22,7 @@ from megatron_dapo.engines.recurrent_states import LayerState, RecurrentStates
 
 ATTENTION_NAME = "slot_rows"
 WIDTH_STEP = 64  # columns the prefix slots grow by
-FEW_COLUMNS = 512  # over all slots of a run: reading them in vain costs less than another product
+FEW_COLUMNS = 512  # total of all slots of a run: reading them in vain costs less than another product
 
 
 @dataclass(frozen=True)

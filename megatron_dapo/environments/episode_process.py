@@ -29,7 +29,7 @@ class OpenEpisode:
     deadline: float = math.inf  # end of the open reset, step or close
     seconds: float = 0.0  # time that its environment has taken
     has_begun: bool = False  # its reset has been answered
-    lost: str = ""  # why its worker has gone, until the next `act` learns of it
+    lost: str = ""  # reason its worker has gone, until the next `act` learns of it
     is_cause: bool = True  # False: another episode took its worker down
 
 

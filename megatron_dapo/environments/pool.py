@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 _START_SECONDS = 120.0  # The user's file may import torch.
-_LATE_S = 1.0  # between a step's limit, which a worker keeps for tools, and its end by force
+_LATE_S = 1.0  # grace after a step's limit, which a worker keeps for tools, before it is ended by force
 # A worker that holds more than this share of its memory limit is replaced when one of its episodes ends.
 _HIGH_SHARE = 0.75
 _SCRATCH = "megatron-dapo-episodes-"

@@ -48,7 +48,7 @@ class EvaluationProtocol:
     environment: str = ""  # class, function or program that plays; "": none
     environment_sha256: str = ""  # hash of the files that it names
     environment_limits: str = ""
-    turns: str = ""  # how turns are joined and read; with the chat template it decides the proof of the token stream
+    turns: str = ""  # form of the turns; with the chat template it decides the proof of the token stream
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.num_problems < 1:
@@ -74,7 +74,7 @@ class EvaluationResult:
 
     protocol: EvaluationProtocol
     metrics: Mapping[str, Estimate]  # avg@n, pass@k, cons@k: means over problems with 95 % intervals
-    rates: Mapping[str, float]  # over responses: truncation_rate, mean_response_tokens, outcome/..., ...
+    rates: Mapping[str, float]  # means over responses: truncation_rate, mean_response_tokens, outcome/..., ...
     problems: tuple[ProblemRecord, ...]
 
     @property

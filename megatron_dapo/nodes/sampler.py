@@ -31,7 +31,7 @@ SAMPLE_S = 1.0
 MAX_BYTES = 1 << 21  # size of a node's newest file; the one before it is kept too: more than two hours of samples
 _NICE = 10
 _CHANGING = "changing"
-_MIN_FLUSH_S, _MAX_FLUSH_S = 1.0, 10.0  # between two writes: a shared file system serves many nodes
+_MIN_FLUSH_S, _MAX_FLUSH_S = 1.0, 10.0  # interval of the writes: a shared file system serves many nodes
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Straggler:
     rank: int
     node: str
     seconds: float  # CPU and run-queue time in the period
-    median: float  # over all ranks that worked in it
+    median: float  # median of all ranks that worked in it
 
     @property
     def over_median(self) -> float:
@@ -150,7 +150,7 @@ class RunWatch:
         self._files = {
             node: NodeFile(self._directory / f"node_{node}.jsonl", started) for node in range(settings.num_nodes)
         }
-        self._worked: dict[int, dict[str, float]] = {}  # so far, by rank and phase
+        self._worked: dict[int, dict[str, float]] = {}  # rank -> phase -> seconds so far
         self._told: dict[tuple[str, str], float] = {}  # node and metric -> when an alert was last seen
         self._is_stopping = False
 
@@ -264,7 +264,7 @@ def main() -> None:
 class NodeWatch:
     def __init__(self, settings: WatchSettings) -> None:
         """Start the watch. It ends with this process, or by `close`."""
-        self.num_alerts = 0  # so far
+        self.num_alerts = 0
         self.stragglers: Sequence[Mapping[str, Any]] = ()  # the last look's, as JSON
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with all_cpus():

@@ -26,7 +26,7 @@ class RolloutBatch:
 
     groups: tuple[Group, ...]
     statistics: CollectStatistics
-    exhausted: Exhaustion = ""  # why there are fewer groups than requested
+    exhausted: Exhaustion = ""  # reason for fewer groups than requested
     should_stop: bool = False  # data is exhausted: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
     is_last: bool = True  # False: a part that is trained while the rest of its batch is generated

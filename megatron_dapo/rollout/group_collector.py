@@ -68,7 +68,7 @@ STATE_VERSION = 3
 # Weight of a collection's filter decisions in the estimate of the next one's.
 _RECENT = 0.5
 
-_WAIT_S = 0.01  # between looks for newer weights, with nothing in flight
+_WAIT_S = 0.01  # interval of the looks for newer weights, if nothing is in flight
 
 _MAX_SHOWN = 2  # rejected groups of a collection that are kept for the records
 

@@ -32,7 +32,7 @@ class FailureStreak:
 
     limit: int  # responses of a train step
     length: int = 0
-    first: str = ""  # why the first of them failed
+    first: str = ""  # reason the first of them failed
 
     def observe(self, scores: Iterable[Score]) -> None:
         """Raise RewardsFailed once `limit` rewards in a row have failed or run out of time."""

@@ -40,7 +40,7 @@ class WindowGroup(OpenGroup):
     num_begun: int = 0  # indices below are begun
     # Begun, unfinished response -> tokens of each of its streams before the window.
     starts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    num_finished: int = 0  # over all steps
+    num_finished: int = 0  # total of all steps
     accuracy_sum: float = 0.0  # sum over those responses
 
     @property

@@ -86,7 +86,7 @@ def make_plan(
             loaded = load_config(recipe, merged)
     counts = _counts(loaded.config) if inputs in ("quick", "all") and not absent else None
     if counts is not None and counts.train and not counts.held_out and loaded.config.data.holds_out:
-        merged.append("data.held_out_share=0.0")  # so few that none is held out
+        merged.append("data.held_out_share=0.0")  # There are too few to hold one out.
         loaded = load_config(recipe, merged)
     if adapt is not None:
         loaded = replace(loaded, config=adapt(loaded.config))

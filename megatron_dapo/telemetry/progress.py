@@ -17,13 +17,13 @@ from megatron_dapo.telemetry.terminal import end_status, logging_console
 
 logger = logging.getLogger(__name__)
 
-_LOG_S = 60.0  # between log lines within a step, so that an hour-long step is not silent
+_LOG_S = 60.0  # interval of log lines within a step, so that an hour-long step is not silent
 
 
 @dataclass(frozen=True)
 class StepReport:
     finished: int  # train steps
-    accuracy: float  # over all generated responses
+    accuracy: float  # mean over all generated responses
     reward: float  # mean of the trained responses
     tokens_per_s: float
     filtered_share: float

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 PREFIX = "megatron_dapo_"
-LABEL = "name"  # what a user named: a part of the reward, a source, a figure of an environment
+LABEL = "name"  # a user's name for a part of the reward, a source, a figure of an environment
 _REQUEST_S = 30.0  # limit for one read or write of a client
 _TAIL_BYTES = 1 << 18  # a row has about 15 KB, and more with many sources
 _NICE = 10

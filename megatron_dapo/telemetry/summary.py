@@ -24,7 +24,7 @@ class RunSummary:
 
     name: str
     layout: str  # e.g. "TP2 PP1 CP1 DP1"
-    stopped: str  # why it ended: "finished", "signal SIGTERM", "data exhausted", ...
+    stopped: str  # end of the run: "finished", "signal SIGTERM", "data exhausted", ...
     train_steps: int
     optimizer_steps: int
     accuracy_before: float | None  # held-out avg@k of the initial policy; None: not evaluated

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector
 
 
-_LOOK_S = 1.0  # between two looks after the engines while an evaluation is waited for
+_LOOK_S = 1.0  # interval of the looks after the engines while an evaluation is waited for
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class TrainingLoop:
                 error = nothing_trained(batch, None if recorder is None else recorder.paths.filtered)
             if error is not None:
                 self._save_after_failure()
-                raise error  # inside the phase, so that the failure record names it
+                raise error  # Raised inside the phase, so that the failure record names it.
         return batch
 
     def _serve(self) -> None:

@@ -195,7 +195,7 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-_CHUNK_BYTES = 1 << 26  # how much of other ranks' samples a rank holds briefly
+_CHUNK_BYTES = 1 << 26  # bytes of other ranks' samples that a rank holds briefly
 
 
 def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:

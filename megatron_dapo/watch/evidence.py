@@ -21,7 +21,7 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # ioctl(2) of a pid
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15 and later
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = Path("/sys/fs/cgroup")
-_OOM_S = 10.0  # between an OOM kill and the end of a process with much memory to free
+_OOM_S = 10.0  # longest time from an OOM kill to the end of a process with much memory to free
 # System calls that read, write, flush or close the file of their first argument: read, write, close, pread64, pwrite64, readv,
 # writev, fsync, fdatasync.
 _FILE_CALLS = {"x86_64": {0, 1, 3, 17, 18, 19, 20, 74, 75}, "aarch64": {63, 64, 57, 67, 68, 65, 66, 82, 83}}

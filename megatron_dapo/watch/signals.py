@@ -24,7 +24,7 @@ ONE_REQUEST_S = 5.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEY = "stop"
-_LOOK_INTERVAL_S = 1.0  # between two checks of the store
+_LOOK_INTERVAL_S = 1.0  # interval of the checks of the store
 
 
 class Stopped(Exception):

@@ -81,7 +81,7 @@ class RankView:
     groups: Mapping[str, int] = field(default_factory=dict)  # collectives entered, by process group
     stopped_s: float = 0.0  # process state T
     held: tuple[str, ...] = ()  # kernel calls that its threads are blocked in
-    file_operation: str = ""  # under way in its file process
+    file_operation: str = ""  # operation of its file process
     is_sampled: bool = True  # its main thread has been sampled
 
     @property

@@ -21,7 +21,7 @@ MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
 LOOK_CLOSER_S = 4.0  # The watcher looks closer after this silence.
 PROBE_AFTER_S = 3.0  # The watcher checks whether the kernel blocks the rank after this silence.
 WORKING_SHARE = 0.1  # share of a core; less is polling
-_WORKING_BYTES = 1 << 15  # between two checks: less is traffic of event loops
+_WORKING_BYTES = 1 << 15  # bytes from one check to the next; less is traffic of event loops
 _WORKING_FAULTS = 8
 _STALE_S = 4.0  # A sample of the main thread is stale after this.
 

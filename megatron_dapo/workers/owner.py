@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 30.0  # time for the thread to end
 KILLED_S = 12.0  # time for killed processes to end: some seconds by their supervisors, then by force
-REAP_SECONDS = 0.05  # between checks of killed processes
+REAP_SECONDS = 0.05  # interval of the checks of killed processes
 
 Worker = TypeVar("Worker", bound=WorkerProcess)
 

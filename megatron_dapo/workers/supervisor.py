@@ -22,7 +22,7 @@ from contextlib import suppress
 TOO_MANY_PROCESSES = 77  # exit code of a supervisor that ended everything for their number
 TOO_MUCH_MEMORY = 78  # exit code of a supervisor that ended everything for their memory
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-_TICK_S = 0.1  # between counts of the processes
+_TICK_S = 0.1  # interval of the counts of the processes
 _END_S = 5.0
 
 

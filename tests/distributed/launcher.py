@@ -280,7 +280,7 @@ def _leave_groups(target: str) -> None:
         parallel_state.destroy_model_parallel()
     if rotary := sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding"):
         rotary.RotaryEmbedding.forward.cache_clear()  # its arguments are modules, which have groups
-    for _ in range(2):  # what the first collection ends lets go of more
+    for _ in range(2):  # The objects that the first collection ends release more.
         gc.collect()
     threads = len(os.listdir("/proc/self/task"))
     # A hundred groups that nobody uses take a core from every test that follows: their threads look for messages.

@@ -161,7 +161,7 @@ class Prover:
         self._prompts = [
             tuple(self._random.randint(FIRST_PROMPT_TOKEN, LAST_PROMPT_TOKEN) for _ in range(size)) for size in sizes
         ]
-        self._requests: dict[str, GenerationRequest] = {}  # under way
+        self._requests: dict[str, GenerationRequest] = {}  # requests under way
         self._fault = ""
         self._sync_s = 0.0
 

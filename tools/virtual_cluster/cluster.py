@@ -80,7 +80,7 @@ class ClusterSettings:
     memory_gib: float = 0.0  # limit of a node's cgroup; 0: none
     cpu_cores: float = 0.0  # CPU time of a node, in cores; 0: no limit
     slurmd_timeout_s: int = 30  # silence after which slurmctld gives a node up (Slurm's default: 300)
-    kill_wait_s: int = 30  # between a job's SIGTERM and SIGKILL (Slurm's default)
+    kill_wait_s: int = 30  # time from a job's SIGTERM to its SIGKILL (Slurm's default)
     requeue_delay_s: int = 10  # delay of a requeued job (Slurm's default: 120)
 
 

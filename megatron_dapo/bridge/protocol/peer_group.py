@@ -42,7 +42,7 @@ from megatron_dapo.device_thread import device_thread
 LOOPBACK = "127.0.0.1"
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "forever" to the backends
 _POLL_INTERVAL_S = 0.0005
-_LOOK_INTERVAL_S = 0.5  # between two looks at the connections of messages in flight
+_LOOK_INTERVAL_S = 0.5  # interval of the looks at the connections of messages in flight
 # Tags keep replies and bytes of one pair of members apart.
 DATA_TAG, ACKNOWLEDGE_TAG, _NEVER_SENT_TAG, REPLY_TAG, _GREETING_TAG, SIZE_TAG = 0, 1, 2, 3, 4, 5
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # The engine's names of models.families.gemma3.VISION_TENSORS: the engine's processes have only the standard library, numpy and torch.
 _VISION_TENSORS = ("vision_tower.", "multi_modal_projector.")
-_LOOK_S = 1.0  # between two looks whether the trainer lives
+_LOOK_S = 1.0  # interval of the looks whether the trainer lives
 _ATTRIBUTE = "megatron_dapo_weight_sync"  # The model is the only object that SGLang keeps between requests.
 
 

@@ -48,7 +48,7 @@ from megatron_dapo.parallel.coordination import Coordination, CoordinationError
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import Buffers
 
-_LOOK_AROUND_S = 1.0  # between two checks that all trainer processes of the node are alive
+_LOOK_AROUND_S = 1.0  # interval of the checks that all trainer processes of the node are alive
 
 
 def default_directory() -> Path:

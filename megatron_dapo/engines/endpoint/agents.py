@@ -145,7 +145,7 @@ class _Agent:
         self._process: asyncio.subprocess.Process | None = None
         self._is_killed = False
         self._is_over = False  # its last reply is said, or next
-        self._lost = ""  # why the endpoint ended it
+        self._lost = ""  # reason the endpoint ended it
         self._one_at_a_time = asyncio.Lock()
         self._may_reply = asyncio.Semaphore(1)  # each start and each turn has one reply
         self._answers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -184,7 +184,7 @@ class _Agent:
             },
             start_new_session=True,
         )
-        if self._is_killed or self._lost:  # while it was started
+        if self._is_killed or self._lost:  # It may have been ended while it was started.
             self._stop()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with suppress(ConnectionError):  # a program need not read its task

@@ -36,7 +36,7 @@ _COUNTS: Mapping[str, tuple[APIFormat, Mapping[str, str]]] = {
     "/v1/messages/count_tokens": (messages, {}),
     "/v1/responses/input_tokens": (responses, {"object": "response.input_tokens"}),
 }
-_RETRIES = "x-stainless-retry-count"  # how often the OpenAI and Anthropic clients have sent this request before
+_RETRIES = "x-stainless-retry-count"  # The OpenAI and Anthropic clients count their retries in it.
 
 
 class EpisodeOver(RuntimeError):
@@ -65,7 +65,7 @@ class Session:
     name: str
     tree: ConversationTree
     answers: dict[ServedTurn, asyncio.Task[ChatAnswer]] = field(default_factory=dict)  # given, or being sampled
-    ignored: set[str] = field(default_factory=set)  # what clients requested and did not get
+    ignored: set[str] = field(default_factory=set)  # fields that clients requested and did not get
     num_refused: int = 0  # requests for a turn with status 400
     # Turns of Responses by their id, each with the number of its first messages that are instructions.
     responses: dict[str, tuple[ServedTurn, int]] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class ServedTurn:
     is_abandoned: bool = False  # its client went away before it had read the answer
     children: list[ServedTurn] = field(default_factory=list)
     begins_stream: bool = False
-    reason: str = ""  # why it begins another stream than the first
+    reason: str = ""  # cause of a stream other than the first
 
     def conversation(self) -> Messages:
         """Return all messages up to its answer, which it must have."""

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 _RESTART = "restart"
 _MEMORY_POLL_S = 0.05
 _WORKSPACE_BYTES = 2 << 30  # SGLang's allocator may release these when it falls asleep, and they need not come back
-_LOOK_AGAIN_S = 1.0  # how long a collecting thread waits for servers before it may be paused
+_LOOK_AGAIN_S = 1.0  # longest wait of a collecting thread for servers before it may be paused
 
 
 @dataclass

@@ -101,7 +101,7 @@ class RequestGivenUp(RuntimeError):
 class _Server:
     index: int
     client: SglangClient
-    problem: EngineError | None = None  # why it is dead
+    problem: EngineError | None = None  # reason it is dead
     is_suspect: bool = False  # its health is being probed
     last_sign: float = 0.0  # last sign of life, on the monotonic clock
     in_flight: set[int] = field(default_factory=set)  # numbers of attempts
@@ -194,7 +194,7 @@ class SglangEngine:
                 f"{self._version}; abort them before the weights change"
             )
         self._version = version
-        for server in self._servers:  # while they were paused they answered nothing
+        for server in self._servers:  # They answered nothing while they were paused.
             server.last_sign = time.monotonic()
             if self._drafts is not None and server.is_alive:
                 self._drafts.renew(server.index, server.client, version)

@@ -111,7 +111,7 @@ class ServerInfo:
     overlaps: bool
     weight_loaders: tuple[str, ...]
     max_support: int = 0  # most ids that it records of a token; 0: it records none
-    drafting_problem: str = ""  # why its drafts would change what is sampled, or that there are none
+    drafting_problem: str = ""  # reason its drafts would change what is sampled, or that there are none
 
 
 def open_http(url: str, key_file: Path) -> httpx.Client:

@@ -118,7 +118,7 @@ class Part:
     """A server to start, or its part on one of its nodes."""
 
     index: int  # server's index
-    slot: int  # among the parts of the node
+    slot: int  # index among the parts of the node
     node_rank: int = 0
     meeting: str = ""  # address at which the parts on several nodes meet; "" for the first part
     num_restarts: int = 0  # 0 for the first server with this index

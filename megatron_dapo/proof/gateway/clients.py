@@ -11,7 +11,7 @@ from typing import Any
 Message = Mapping[str, Any]
 
 TOOL = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-_BEHAVIOR = {  # how often a client does it
+_BEHAVIOR = {  # weights of a client's actions
     "append": 10.0,
     "parallel": 1.0,
     "sub-agent": 1.0,

@@ -142,7 +142,7 @@ class ClientSession:
         for asked in self._waiting.pop(turn):
             self._client.read(asked, turn.number, message)
         if self._num_steps and self._draw.random() < 0.2:
-            self._step()  # while others are sampled
+            self._step()  # Others are sampled meanwhile.
         if not self._num_steps and self._draw.random() < 0.5:
             self._queue.clear()  # the program ends without its answers
 

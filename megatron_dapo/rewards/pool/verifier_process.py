@@ -13,7 +13,7 @@ from megatron_dapo.rewards.result import VERIFIER_OUTCOMES
 from megatron_dapo.workers.process import WorkerProcess
 
 MAX_QUEUED = 64  # answers sent ahead to one process
-QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent speed
+QUEUE_SECONDS = 0.005  # work sent ahead to a process, in seconds of its recent speed
 
 
 @dataclass

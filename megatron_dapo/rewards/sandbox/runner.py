@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 _DIRECTORY = Path(__file__).resolve().parent
-_TICK_S = 0.02  # between checks of the memory of all processes of a test
+_TICK_S = 0.02  # interval of the checks of the memory of all processes of a test
 _STDERR_BYTES = 2000
 _RESULT_BYTES = 2**20
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")

@@ -98,7 +98,7 @@ def test_a_kill_at_any_step_leaves_one_whole_directory(tmp_path: Path, way: str)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == (0 if done.stdout else -signal.SIGKILL), done.stderr
         if way == "exchange":
-            assert target.is_dir()  # under its own name all the time
+            assert target.is_dir()  # It keeps its name all the time.
         else:
             _finish_interrupted(target)
         contents.append({(target / name).read_text() for name in "ab"})

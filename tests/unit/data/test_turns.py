@@ -206,7 +206,7 @@ def test_short_messages_are_rendered_once(monkeypatch):
         messages = [{"role": "user", "content": word}]
         of_word = turns.delta(end, messages)
         assert ids.setdefault(word, of_word) == of_word == turns.template.encode(turns.delta_text(messages))[1:]
-    assert len(rendered) == 4 + 5  # once for each of the two short ones, twice the long one, and by the assertion
+    assert len(rendered) == 4 + 5  # one for each of the two short ones, two for the long one, five by the assertion
 
 
 def test_the_name_of_a_tool_is_in_the_delta():

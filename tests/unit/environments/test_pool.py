@@ -24,7 +24,7 @@ from tests.unit.environments import user_environments
 from tests.unit.environments.user_environments import FAULTS
 
 FILE = Path(user_environments.__file__)
-BUSY_S = 60.0  # what a busy machine may take
+BUSY_S = 60.0  # a busy machine may take this long
 
 
 def settings(name: str, kind: str = "environment", **limits) -> WorkerSettings:

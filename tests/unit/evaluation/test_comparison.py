@@ -134,7 +134,7 @@ def test_same_problems_are_paired(tmp_path):
     up, down = compare_with(b, read_record(a)), compare_with(a, read_record(b))
     first = up.metrics[0].differences[0]
     assert 0.05 < first.low < first.difference < first.high < 0.25
-    assert up.off_since is None  # above the reference is no deviation
+    assert up.off_since is None  # A value above the reference is no deviation.
     assert down.off_since == 10 and first.difference == -down.metrics[0].differences[0].difference
 
 

@@ -19,7 +19,7 @@ LAYOUT = ParallelLayout(1)
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in DETERMINISTIC_ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")  # Then monkeypatch restores it.
         monkeypatch.delenv(name)
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory

@@ -41,7 +41,7 @@ def addresses(*arguments: str) -> list[str]:
 
 
 def test_the_store_listens_on_its_host_alone() -> None:
-    assert "::" in addresses("stock", "1")  # what torch does: the case this module is for
+    assert "::" in addresses("stock", "1")  # torch does this, and the module prevents it.
     assert set(addresses("restricted", "1")) == {"127.0.0.1"}
 
 

@@ -25,7 +25,7 @@ from megatron_dapo.workers.process import worker_environment
 
 TIMEOUT_S = 1.0
 LENIENT_TIMEOUT_S = 2.0
-BUSY_S = 20.0  # what a busy machine may add
+BUSY_S = 20.0  # a busy machine may add this much
 SECRET = "correct horse battery staple"
 
 

@@ -170,7 +170,7 @@ class ChaoticRun:
             batch = self.rollout.next_batch(NUM_GROUPS)
             assert set(ages(batch)) <= {0, 1}
             self.events[f"age {max(ages(batch))}"] += 1
-            if chance.random() < 0.3:  # while the batch is trained
+            if chance.random() < 0.3:  # The batch is trained meanwhile.
                 self.events["kills"] += 1
                 return self.start_again(self.saved)
             if chance.random() < 0.2:

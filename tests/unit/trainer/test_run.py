@@ -33,4 +33,4 @@ def test_nccl_has_the_servers_settings_before_the_default_group_exists(
     with pytest.raises(Joined), run.prepared_run(SimpleNamespace(config=config), RunProcess(1, 2, "host")):
         pass
     p2p = {"NCCL_CUMEM_ENABLE": "0"} if transport == "p2p" else {}
-    assert os.environ == {"NCCL_NVLS_ENABLE": "1", **p2p}  # what the user has set holds, for servers as well
+    assert os.environ == {"NCCL_NVLS_ENABLE": "1", **p2p}  # The user's values hold, for servers as well.

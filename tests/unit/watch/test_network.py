@@ -141,7 +141,7 @@ def test_datagrams_of_strangers_are_ignored(nodes: Nodes) -> None:
         (set(), {}, ""),  # nobody was asked
         (set(), {"10.0.0.9": 99.0}, ""),  # a third machine still answers
         (set(), {"10.0.0.9": 50.0, "10.0.0.8": 51.0}, "nor does 10.0.0.8 or 10.0.0.9 answer, which did before"),
-        (set(), {"10.0.0.2": 50.0}, ""),  # what the silent node answered proves nothing
+        (set(), {"10.0.0.2": 50.0}, ""),  # An answer of the silent node proves nothing.
         ({"eth0"}, {"10.0.0.9": 99.0}, "interface eth0 has no carrier"),
     ],
 )

@@ -112,7 +112,7 @@ LATE = [spinning(0, groups={"tp": 9, "dp": 4}), spinning(1, groups={"tp": 9, "dp
     ("views", "culprit"),
     [
         (LATE, 1),
-        ([replace(view, idle_s=150.0, wait=COLLECTIVE) for view in LATE], 1),  # how busy they are makes no difference
+        ([replace(view, idle_s=150.0, wait=COLLECTIVE) for view in LATE], 1),  # Their CPU time makes no difference.
         ([replace(view, stalled_s=179.0) for view in LATE], None),
         ([LATE[0], replace(LATE[1], stalled_s=3.0), LATE[2]], None),  # it still makes micro-batches
         ([replace(view, phase="weight_sync") for view in LATE], None),

@@ -36,7 +36,7 @@ def chat(question: str, streams: bool, dies_at: int | None = None) -> str:
     client, messages = OpenAI(), [{"role": "user", "content": question}]
     while True:
         arguments = {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
-        if len(messages) // 2 == dies_at:  # while its request is open, or before it reads the answer
+        if len(messages) // 2 == dies_at:  # Its request is open, or it has not read the answer.
             with suppress(APITimeoutError):
                 client.with_options(timeout=0.05, max_retries=0).chat.completions.create(**arguments)
             os.kill(os.getpid(), signal.SIGKILL)

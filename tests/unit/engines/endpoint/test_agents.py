@@ -20,7 +20,7 @@ from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.environments.protocol import Action, Reply, Task
 
 AGENT = Path(__file__).with_name("agent.py")
-BUSY_S = 60.0  # what a busy machine may take
+BUSY_S = 60.0  # a busy machine may take this long
 
 
 def make_pool(**more: object) -> WorkerPool:

@@ -22,7 +22,7 @@ from tests.unit.rollout import test_episodes_real_engine as embedded
 
 PACKAGES = Path(__file__).resolve().parents[4] / ".venv-agents"
 PROGRAM = Path(__file__).with_name("client_programs.py")
-BUSY_S = 120.0  # what a busy machine may take
+BUSY_S = 120.0  # a busy machine may take this long
 SAID = (
     *(f'See.<tool_call>{{"name": "lookup", "arguments": {{"word": "w{number}"}}}}</tool_call>' for number in range(4)),
     "It is a word.",
