@@ -106,10 +106,10 @@ def ablate(
                     study.add(record)
         result = RunQueue(keep, limits, devices, tell).make(order)
     for study in studies:
-        found = matching(study.records, study.runs, counted)
+        records = matching(study.records, study.runs, counted)
         command = f"megatron-dapo ablate {study.path}{''.join(f' --set {each}' for each in overrides)}"
-        documents = write_report(study.grid, found, study.directory, command)
-        tell(f"{len(found)} of {len(study.runs)} runs on record; {', '.join(map(str, documents))}")
+        documents = write_report(study.grid, records, study.directory, command)
+        tell(f"{len(records)} of {len(study.runs)} runs on record; {', '.join(map(str, documents))}")
     for failure in result.failures:
         tell(f"failed: {failure}")
     num_made = len({record["settings"] for record in result.records})
@@ -120,7 +120,7 @@ def _studies(
     paths: Sequence[Path], grids: Sequence[Grid], machines: Machines, commit: str, results: Path | None
 ) -> list[_Study]:
     """Plan the runs of all grids. Raises ValueError if two of them write into one directory."""
-    found, critics = list[_Study](), dict[str, Path]()
+    studies, critics = list[_Study](), dict[str, Path]()
     for path, grid in zip(paths, grids, strict=True):
         runs = [
             replace(run, critic_directory=critics.setdefault(run.critic_directory.name, run.critic_directory))
@@ -129,15 +129,15 @@ def _studies(
             for run in plan_runs(grid, machines, commit)
         ]
         directory = grid.output_dir if results is None else results / path.stem if len(paths) > 1 else results
-        found.append(_Study(path, grid, tuple(runs), directory))
-    for place in ([study.directory for study in found], [grid.output_dir for grid in grids]):
+        studies.append(_Study(path, grid, tuple(runs), directory))
+    for place in ([study.directory for study in studies], [grid.output_dir for grid in grids]):
         for index, one in enumerate(place):
             if one in place[:index]:
                 twin = paths[place.index(one)]
                 raise ValueError(
                     f"{twin} and {paths[index]} write into one directory, {one}: give one another output_dir"
                 )
-    return found
+    return studies
 
 
 def _check_devices(runs: Sequence[Run], jobs: int, devices: Sequence[str]) -> None:

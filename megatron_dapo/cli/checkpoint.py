@@ -209,12 +209,12 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{first} holds {', '.join(names[0]) or 'no model'}, {second} {', '.join(names[1]) or 'no model'}: nothing to compare"
         )
-    found = {}
+    differences = {}
     for name in names[0]:
         with SavedModel(checkpoints[0].directory, name) as a, SavedModel(checkpoints[1].directory, name) as b:
-            found[name] = [asdict(difference) for difference in compare_states(a, b)]
-    is_equal = not any(kind["first"] for kinds in found.values() for kind in kinds)
-    return {"is_equal": is_equal, "steps": [checkpoint.step for checkpoint in checkpoints], "models": found}
+            differences[name] = [asdict(difference) for difference in compare_states(a, b)]
+    is_equal = not any(kind["first"] for kinds in differences.values() for kind in kinds)
+    return {"is_equal": is_equal, "steps": [checkpoint.step for checkpoint in checkpoints], "models": differences}
 
 
 def inspection_lines(facts: dict[str, Any]) -> Iterator[str]:

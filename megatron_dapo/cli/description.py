@@ -45,8 +45,8 @@ def describe(plan: Plan) -> Iterator[str]:
     )
     if plan.cluster.cores:
         problems = plan.prompts.held_out if plan.prompts else 0
-        found = cpu.estimate(config, plan.architecture, plan.cluster.cores, plan.cluster.has_bf16, problems)
-        yield cpu.step_line(config, found, plan.cluster.cores)
+        estimate = cpu.estimate(config, plan.architecture, plan.cluster.cores, plan.cluster.has_bf16, problems)
+        yield cpu.step_line(config, estimate, plan.cluster.cores)
     yield (
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}"

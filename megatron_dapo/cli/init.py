@@ -200,13 +200,13 @@ def fitted(
         config = load_config(output).config
         if machines.gpus_per_node:
             return sized | {"run.total_steps": 100}, ["sizes are for GPUs: `train --dry-run` says whether they fit"], []
-        found = cpu.estimate(config, architecture, machines.cores, machines.has_bf16, round(num_rows / 10))
-        if found.step <= _STEP_SECONDS:
+        estimate = cpu.estimate(config, architecture, machines.cores, machines.has_bf16, round(num_rows / 10))
+        if estimate.step <= _STEP_SECONDS:
             break
-    steps = int(min(40, max(10, _RUN_SECONDS / found.step)))
+    steps = int(min(40, max(10, _RUN_SECONDS / estimate.step)))
     config = derive(config, {"run": {"total_steps": steps}})
-    found = cpu.estimate(config, architecture, machines.cores, machines.has_bf16, round(num_rows / 10))
-    line = cpu.step_line(config, found, machines.cores)
+    estimate = cpu.estimate(config, architecture, machines.cores, machines.has_bf16, round(num_rows / 10))
+    line = cpu.step_line(config, estimate, machines.cores)
     return sized | {"run.total_steps": steps}, [line], [f"Sized for this machine: {line}"]
 
 

@@ -64,11 +64,11 @@ def partners(num_nodes: int, round_number: int) -> list[int | None]:
     seats = num_nodes + num_nodes % 2
     turn = round_number % (seats - 1) if seats > 1 else 0
     order = [0, *((place + turn) % (seats - 1) + 1 for place in range(seats - 1))]
-    found: list[int | None] = [None] * num_nodes
+    partners: list[int | None] = [None] * num_nodes
     for first, second in zip(order[: seats // 2], reversed(order), strict=False):
         if first < num_nodes and second < num_nodes:
-            found[first], found[second] = second, first
-    return found
+            partners[first], partners[second] = second, first
+    return partners
 
 
 def judge(figures: Mapping[str, Sequence[float]], tolerance: float) -> tuple[list[str], list[str]]:

@@ -63,27 +63,27 @@ def find_shipped(name: str) -> list[Path]:
     if (root / name).is_dir():
         return sorted({*_files_in(root / name), *(root / SCHEMA for _ in islice((root / name).glob("*.toml"), 1))})
     stem = name.removesuffix(".toml").removesuffix(".sh").removesuffix(".json")
-    found = [path for key, path in files.items() if stem in (key, key.rpartition("/")[2])]
-    if not found:
+    matches = [path for key, path in files.items() if stem in (key, key.rpartition("/")[2])]
+    if not matches:
         raise ValueError(f"no recipe {name!r} comes with the package; `megatron-dapo recipes` lists them")
-    if len(found) > 1:
-        names = ", ".join(path.relative_to(root).as_posix() for path in found)
+    if len(matches) > 1:
+        names = ", ".join(path.relative_to(root).as_posix() for path in matches)
         raise ValueError(f"{name!r} may be {names}; name one of them with its directory")
     needed: set[Path] = set()
-    _needed(found[0], needed)
+    _needed(matches[0], needed)
     return sorted(needed)
 
 
 def shipped_recipe(name: Path) -> Path | None:
     """Return the recipe or layout of the package with that name, or with that path in a checkout; None for another name."""
     wanted = name.as_posix().removeprefix("./").removeprefix("examples/").removesuffix(".toml")
-    found = [
+    matches = [
         path
         for key, path in shipped_files().items()
         if path.suffix == ".toml" and path.parent.name != "grids" and wanted in (key, path.stem)
     ]
-    main = [path for path in found if path.parent.name == path.stem]  # smollm2/smollm2 before gpu/smollm2
-    return next((few[0] for few in (found, main) if len(few) == 1), None)
+    main = [path for path in matches if path.parent.name == path.stem]  # smollm2/smollm2 before gpu/smollm2
+    return next((few[0] for few in (matches, main) if len(few) == 1), None)
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
@@ -91,22 +91,22 @@ def _files_in(directory: Path) -> Iterator[Path]:
     return (p for p in directory.rglob("*") if p.is_file() and not any(part in skipped for part in p.parts))
 
 
-def _needed(path: Path, found: set[Path]) -> None:
-    """Add a file to `found`, and the shipped files and directories that its values name: `base`, data, models, references."""
-    if path in found:
+def _needed(path: Path, needed: set[Path]) -> None:
+    """Add a file to `needed`, and the shipped files and directories that its values name: `base`, data, models, references."""
+    if path in needed:
         return
-    found.add(path)
+    needed.add(path)
     if path.suffix != ".toml":
         return
-    found.add(shipped_directory() / SCHEMA)
+    needed.add(shipped_directory() / SCHEMA)
     for value in _texts(read_toml(path)):
         below = (path.parent / value).resolve()
         if not below.is_relative_to(shipped_directory()) or path.is_relative_to(below):
             continue  # outside, or the directory of the recipe itself
         if below.is_dir():
-            found.update(_files_in(below))
+            needed.update(_files_in(below))
         elif below.is_file():
-            _needed(below, found)
+            _needed(below, needed)
 
 
 def _texts(value: Any) -> Iterator[str]:

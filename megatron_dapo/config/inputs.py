@@ -39,22 +39,22 @@ def check_inputs(config: Config, are_here: bool = True) -> tuple[ModelArchitectu
 
 def missing_inputs(config: Config) -> list[Violation]:
     """Return a violation for each model directory, data file or reference that does not exist."""
-    found, critic = [], Path(config.critic.path)
+    problems, critic = [], Path(config.critic.path)
     if not config.model.path.is_dir():
-        found.append(_absent("model.path", config.model.path, "a Hugging Face directory that exists"))
+        problems.append(_absent("model.path", config.model.path, "a Hugging Face directory that exists"))
     if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
         words = "a Hugging Face directory that exists (`megatron-dapo pretrain-value` writes one)"
-        found.append(_absent("critic.path", critic, words))
+        problems.append(_absent("critic.path", critic, words))
     files = {"data.train_paths": config.data.train_paths, "data.eval_paths": config.data.eval_paths}
     if config.has_critic:
         files["value_pretraining.train_paths"] = config.value_pretraining.train_paths
     own = (Path(source.path) for source in config.data.sources if not source.path.startswith(TASK_PREFIX))
     files["data.sources"] = tuple(own)
     absent = ((path, file) for path, paths in files.items() for file in paths if not file.exists())
-    found += [_absent(path, file, "a file that exists") for path, file in absent]
-    found += [*_missing_functions(config), *missing_programs(config)]
+    problems += [_absent(path, file, "a file that exists") for path, file in absent]
+    problems += [*_missing_functions(config), *missing_programs(config)]
     references = (path for path in config.telemetry.references if not path.exists())
-    return [*found, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]
+    return [*problems, *(_absent("telemetry.references", path, "a file or a run's directory") for path in references)]
 
 
 def _missing_functions(config: Config) -> Iterator[Violation]:
@@ -163,15 +163,15 @@ def hook_paths(config: Config) -> Iterator[tuple[str, str]]:
 def hook_problems(config: Config) -> list[Violation]:
     """Return a violation for each hook that cannot be imported or whose arguments do not match. Runs the user's
     modules."""
-    found: list[Violation] = []
+    problems: list[Violation] = []
     for field, path in hook_paths(config):
         if not is_function_path(path):
-            found.append(Violation(field, _SPELLING, f"write {field} in that form", {field: path}))
+            problems.append(Violation(field, _SPELLING, f"write {field} in that form", {field: path}))
             continue
         if path.rpartition(":")[0].endswith(".py") and not Path(path.rpartition(":")[0]).is_file():
             continue  # `missing_inputs` names it
         try:
             load_hook(path, field)
         except ValueError as error:
-            found.append(UnusableInput(field, str(error).removeprefix(f"{field} = ")))
-    return found
+            problems.append(UnusableInput(field, str(error).removeprefix(f"{field} = ")))
+    return problems

@@ -299,8 +299,8 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         config = Config.model_validate_json(json.dumps(tree, default=_refuse))
     except ValidationError as error:
         # A field of several types has an error for each type; one is enough.
-        found = {one.path: one for one in (_from_pydantic(entry, known) for entry in error.errors(include_url=False))}
-        problems += found.values()
+        by_path = {one.path: one for one in (_from_pydantic(entry, known) for entry in error.errors(include_url=False))}
+        problems += by_path.values()
     if config is not None and config.model.family and (config.model.path / "config.json").is_file():
         # Done here because every process of a run loads its configuration before it reads a model.
         try:

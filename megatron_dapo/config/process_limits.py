@@ -31,9 +31,9 @@ class ProcessLimits:
 
 def process_limits(root: Path = Path("/")) -> ProcessLimits:
     """Return cores and memory left to this process by its affinity and its control groups, version 1 or 2."""
-    found = [value for file in _cgroup_files(root) if (value := _limit(file)) is not None]
-    memory = min((value for kind, value in found if kind == "memory"), default=None)
-    quota = min((value for kind, value in found if kind == "cpu"), default=math.inf)
+    limits = [value for file in _cgroup_files(root) if (value := _limit(file)) is not None]
+    memory = min((value for kind, value in limits if kind == "memory"), default=None)
+    quota = min((value for kind, value in limits if kind == "cpu"), default=math.inf)
     job = os.environ.get("SLURM_JOB_ID", "")
     return ProcessLimits(
         cores=min(len(cpus_at_start()), max(1, math.ceil(quota)) if quota < math.inf else sys.maxsize),

@@ -60,13 +60,13 @@ def validate(
     processes = config.num_processes if world_size is None else world_size
     own = config.num_critic_processes
     outside = out_of_range(config)
-    found = [
+    violations = [
         Violation(path, f"{path} {bound}", f"set {path} {bound}", {path: value_of(config, path)})
         for path, bound in outside.items()
     ]
-    found += broken_in_sections(config, outside.keys())
+    violations += broken_in_sections(config, outside.keys())
     facts = facts_of(config, processes - own)
-    found += broken(
+    violations += broken(
         (
             *(*RULES, *LAYOUT_RULES, *PRECISION_RULES, *LORA_RULES, *CRITIC_RULES),
             *(*ENGINE_RULES, *ENVIRONMENT_RULES, *STREAM_RULES),
@@ -77,20 +77,21 @@ def validate(
     )
     # If no process is left for the policy, the rule for the critic's separate processes says how many to start.
     if facts["processes"] >= 1:
-        found += broken(world_rules(POLICY), config, facts, outside.keys())
+        violations += broken(world_rules(POLICY), config, facts, outside.keys())
     if architecture is not None:
         sizes = {**facts, **architecture_facts(architecture)}
-        found += broken((*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE), config, sizes, outside.keys())
-        found += unfit_shapes(config, architecture, POLICY)
-        found += missing_targets(config, architecture)
-        found += unsaved_types(config, architecture)
+        rules = (*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE)
+        violations += broken(rules, config, sizes, outside.keys())
+        violations += unfit_shapes(config, architecture, POLICY)
+        violations += missing_targets(config, architecture)
+        violations += unsaved_types(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.
     if own >= processes >= 1:
-        return [*found, *broken([OWN_PROCESSES_RULE], config, {**facts, "processes": processes}, outside.keys())]
+        return [*violations, *broken([OWN_PROCESSES_RULE], config, {**facts, "processes": processes}, outside.keys())]
     if config.has_critic and (own or config.critic_parallel != config.parallel):
-        found += _critic_layout(config, own, processes, architecture, outside.keys())
-    return found
+        violations += _critic_layout(config, own, processes, architecture, outside.keys())
+    return violations
 
 
 def _critic_layout(
@@ -118,20 +119,20 @@ def require_valid(
     architecture: ModelArchitecture | None = None,
 ) -> None:
     """Raise ConfigError with all violations if there are any."""
-    found = validate(config, world_size, architecture)
-    if found:
-        raise ConfigError(found)
+    violations = validate(config, world_size, architecture)
+    if violations:
+        raise ConfigError(violations)
 
 
 def field_bounds(section: BaseModel, prefix: str = "") -> dict[str, Bounds]:
     """Return the bounds of the fields of `section` and of the sections below it, by dotted path."""
-    found: dict[str, Bounds] = {}
+    bounds: dict[str, Bounds] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            found.update(field_bounds(value, f"{prefix}{name}."))
-        found.update({f"{prefix}{name}": mark for mark in info.metadata if isinstance(mark, Bounds)})
-    return found
+            bounds.update(field_bounds(value, f"{prefix}{name}."))
+        bounds.update({f"{prefix}{name}": mark for mark in info.metadata if isinstance(mark, Bounds)})
+    return bounds
 
 
 def out_of_range(config: Config) -> dict[str, Bounds]:

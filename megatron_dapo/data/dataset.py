@@ -222,7 +222,7 @@ def shares_of(
     """
     if not data.sources:
         return None
-    found = []
+    shares = []
     for source in train_sources(data):
         ids = tuple(prompt.prompt_id for prompt in prompts if prompt.source == source.name)
         if not ids:
@@ -230,8 +230,8 @@ def shares_of(
                 f"data.sources: no prompt of {source.name!r} is left: all are longer than data.max_prompt_tokens = "
                 f"{data.max_prompt_tokens}, or an earlier source has them; remove it"
             )
-        found.append(SourceShare(source.name, source.weight, ids, (fresh or {}).get(source.name)))
-    return found
+        shares.append(SourceShare(source.name, source.weight, ids, (fresh or {}).get(source.name)))
+    return shares
 
 
 # ---- stages

@@ -89,13 +89,13 @@ def rewrites(
     """
     if unknown := [name for name in templates if name not in TEMPLATES]:
         raise ValueError(f"unknown injection template {unknown[0]!r}: choose among {', '.join(TEMPLATES)}")
-    found = {}
+    shortened = {}
     for prompt in prompts:
         own = [_rewrite(prompt, name, template, seed) for name in templates]
         short = tuple(one for one in own if one is not None and len(one.token_ids) <= max_prompt_tokens)
         if short:
-            found[prompt.prompt_id] = short
-    return found
+            shortened[prompt.prompt_id] = short
+    return shortened
 
 
 def _rewrite(prompt: Prompt, name: str, template: PromptTemplate, seed: int) -> Prompt | None:

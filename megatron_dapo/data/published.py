@@ -273,18 +273,18 @@ def _aime_answer(text: str, location: str) -> str:
 
 
 def _differences(published: PublishedDataset, collected: CollectedRows, num_prompts: int) -> list[str]:
-    found = []
+    differences = []
     # A file that somebody else has de-duplicated by prompt has lost the copies and any second answers.
     is_unique = collected.num_rows == num_prompts == published.num_prompts
     if collected.num_rows != published.num_rows and not is_unique:
-        found.append(f"{collected.num_rows:,} rows, published {published.num_rows:,}")
+        differences.append(f"{collected.num_rows:,} rows, published {published.num_rows:,}")
     if num_prompts != published.num_prompts:
-        found.append(f"{num_prompts:,} different prompts, published {published.num_prompts:,}")
+        differences.append(f"{num_prompts:,} different prompts, published {published.num_prompts:,}")
     if len(collected.rows) != published.num_problems and not is_unique:
-        found.append(
+        differences.append(
             f"{len(collected.rows):,} different pairs of prompt and answer, published {published.num_problems:,}"
         )
-    return found
+    return differences
 
 
 def _without_conflicts(

@@ -111,8 +111,8 @@ def locks(directory: Path | None = None) -> list[Lock]:
     if directory is None:
         inside = ROOT / "megatron_dapo/requirements"
         directory = inside if inside.is_dir() else ROOT / "requirements"
-    found = (parse_lock(file.name, file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*.txt")))
-    return [lock for lock in found if lock is not None]
+    locks = (parse_lock(file.name, file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*.txt")))
+    return [lock for lock in locks if lock is not None]
 
 
 def installed_versions() -> dict[str, str]:

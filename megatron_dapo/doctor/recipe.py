@@ -46,8 +46,8 @@ def violation_findings(
     violations: Iterable[Violation], name: str = "recipe", detail: str = "every rule holds"
 ) -> list[Finding]:
     """Report each violation as a conflict. Without one, `detail` says what was checked."""
-    found = [conflict(f"{name} {one.path}", one.detail, one.suggestion or _NO_FIX) for one in violations]
-    return found or [ok(name, detail)]
+    findings = [conflict(f"{name} {one.path}", one.detail, one.suggestion or _NO_FIX) for one in violations]
+    return findings or [ok(name, detail)]
 
 
 def processes_finding(needed: int, num_devices: int) -> Finding:

@@ -102,8 +102,8 @@ def rows_by_role(samples: NodeSamples, place: int) -> list[np.ndarray]:
     """Return the nodes of each role with samples of metric number `place`, if there are enough to compare."""
     has_samples = ~np.isnan(samples.values[:, :, place]).all(1)
     roles = np.array(samples.roles)
-    found = [np.flatnonzero((roles == role) & has_samples) for role in dict.fromkeys(samples.roles)]
-    return [rows for rows in found if len(rows) >= MIN_NODES]
+    groups = [np.flatnonzero((roles == role) & has_samples) for role in dict.fromkeys(samples.roles)]
+    return [rows for rows in groups if len(rows) >= MIN_NODES]
 
 
 def metric_distances(
@@ -188,13 +188,13 @@ def _scores_of_runs(
     return scores
 
 
-def _candidate_scores(found: Distances, settings: DetectorSettings) -> torch.Tensor:
+def _candidate_scores(distances: Distances, settings: DetectorSettings) -> torch.Tensor:
     """Return the candidates' scores, z / sqrt(n - 1), [num_windows, num_nodes]; 0: no candidate."""
-    scores = z_scores(found.means, found.are_compared)
-    numbers = found.are_compared.sum(1, keepdim=True)
+    scores = z_scores(distances.means, distances.are_compared)
+    numbers = distances.are_compared.sum(1, keepdim=True)
     largest = (numbers.clamp(min=2) - 1).sqrt()  # largest distance of one outlier among so many nodes
     is_candidate = scores > (0.5 * largest).clamp(max=settings.threshold)
-    is_candidate &= (found.means >= found.resolution) & (numbers >= MIN_NODES)
+    is_candidate &= (distances.means >= distances.resolution) & (numbers >= MIN_NODES)
     return torch.where(is_candidate, scores / largest, 0.0)
 
 

@@ -85,10 +85,10 @@ class Gpus:
             ctypes.c_char_p(bus_id.encode()), ctypes.byref(device)
         ):
             return {}
-        found = (_Process * _MOST_PROCESSES)()
-        if self._library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found):
+        processes = (_Process * _MOST_PROCESSES)()
+        if self._library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), processes):
             return {}
-        return {one.pid: one.used for one in found[: count.value] if one.used != _NOT_TOLD}
+        return {one.pid: one.used for one in processes[: count.value] if one.used != _NOT_TOLD}
 
     def _call(self, name: str, target: Any, device: ctypes.c_void_p | None = None) -> int:
         """Call an NVML function that fills `target`; return its code, 0 on success."""

@@ -33,9 +33,9 @@ def read_nodes(directory: Path) -> list[NodeSeries]:
 
 def read_alerts(directory: Path) -> list[NodeAlert]:
     path = directory / ALERTS
-    found = [_object(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    entries = [_object(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     try:
-        return [NodeAlert(**entry) for entry in found if entry]
+        return [NodeAlert(**entry) for entry in entries if entry]
     except TypeError as error:
         raise ValueError(f"{path}: not alerts of this version: {error}") from None
 

@@ -81,55 +81,55 @@ def timeline(
     )
 
 
-def to_svg(found: NodeTimeline) -> str:
+def to_svg(timeline: NodeTimeline) -> str:
     """Return the timeline as an SVG document: one curve per node, red during its alerts."""
-    height = _TOP + _ROW * len(found.nodes) + _FOOT
-    title = f"{found.metric} ({found.unit}) of {len(found.nodes)} of {found.num_all_nodes} nodes"
+    height = _TOP + _ROW * len(timeline.nodes) + _FOOT
+    title = f"{timeline.metric} ({timeline.unit}) of {len(timeline.nodes)} of {timeline.num_all_nodes} nodes"
     parts = [text(10, 18, title, anchor="start")]
-    finite = found.values[np.isfinite(found.values)]
+    finite = timeline.values[np.isfinite(timeline.values)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     parts.append(text(_LEFT + _WIDTH, 18, f"rows from {low:.4g} to {high:.4g}", GRAY, "end"))
-    for row, node in enumerate(found.nodes):
+    for row, node in enumerate(timeline.nodes):
         top = _TOP + _ROW * row
-        named = [alert for alert in found.alerts if alert.node == node]
+        named = [alert for alert in timeline.alerts if alert.node == node]
         color = RED if named else BLUE
         parts.append(text(_LEFT - 8, top + _ROW - 9, _short(node), RED if named else "#24292f", "end"))
         for alert in named:
-            left, right = (_x(found, second) for second in (alert.since, alert.since + alert.seconds))
+            left, right = (_x(timeline, second) for second in (alert.since, alert.since + alert.seconds))
             parts.append(
                 f'<rect x="{left:.1f}" y="{top}" width="{max(2.0, right - left):.1f}" height="{_ROW - 2}" fill="{RED}" '
                 f'fill-opacity="0.15"><title>{escape(str(alert))}</title></rect>'
             )
-        parts += [_curve(points, color) for points in _pieces(found, row, top, low, high)]
-    foot = _TOP + _ROW * len(found.nodes) + 18
+        parts += [_curve(points, color) for points in _pieces(timeline, row, top, low, high)]
+    foot = _TOP + _ROW * len(timeline.nodes) + 18
     parts += [
-        text(_LEFT + _WIDTH * share, foot, f"{share * found.seconds:.0f} s", GRAY, anchor)
+        text(_LEFT + _WIDTH * share, foot, f"{share * timeline.seconds:.0f} s", GRAY, anchor)
         for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
     ]
     return document(_LEFT + _WIDTH + 20, height, parts)
 
 
-def to_lines(found: NodeTimeline) -> list[str]:
+def to_lines(timeline: NodeTimeline) -> list[str]:
     """Return the timeline for a terminal: one character per point, denser the farther the node is from others; `!` in
     an alert."""
-    width = max(len(_short(node)) for node in found.nodes)
-    lines = [f"{found.metric} ({found.unit}), {found.seconds} s, a character is {found.seconds_per_point} s"]
-    for row, node in enumerate(found.nodes):
-        cells = [_cell(found, row, point) for point in range(found.values.shape[1])]
-        mean = np.nanmean(found.values[row]) if np.isfinite(found.values[row]).any() else math.nan
+    width = max(len(_short(node)) for node in timeline.nodes)
+    lines = [f"{timeline.metric} ({timeline.unit}), {timeline.seconds} s, a character is {timeline.seconds_per_point} s"]
+    for row, node in enumerate(timeline.nodes):
+        cells = [_cell(timeline, row, point) for point in range(timeline.values.shape[1])]
+        mean = np.nanmean(timeline.values[row]) if np.isfinite(timeline.values[row]).any() else math.nan
         lines.append(f"{_short(node):{width}} |{''.join(cells)}| mean {mean:.4g}")
-    if len(found.nodes) < found.num_all_nodes:
-        lines.append(f"{found.num_all_nodes - len(found.nodes)} nodes nearer to the others are not shown")
+    if len(timeline.nodes) < timeline.num_all_nodes:
+        lines.append(f"{timeline.num_all_nodes - len(timeline.nodes)} nodes nearer to the others are not shown")
     return lines
 
 
-def _cell(found: NodeTimeline, row: int, point: int) -> str:
-    begin = found.start + point * found.seconds_per_point
-    for alert in found.alerts:
-        overlaps = alert.since < begin + found.seconds_per_point and begin < alert.since + alert.seconds
-        if alert.node == found.nodes[row] and overlaps:
+def _cell(timeline: NodeTimeline, row: int, point: int) -> str:
+    begin = timeline.start + point * timeline.seconds_per_point
+    for alert in timeline.alerts:
+        overlaps = alert.since < begin + timeline.seconds_per_point and begin < alert.since + alert.seconds
+        if alert.node == timeline.nodes[row] and overlaps:
             return "!"
-    deviation = found.deviations[row, point]
+    deviation = timeline.deviations[row, point]
     return "?" if math.isnan(deviation) else _LEVELS[min(len(_LEVELS) - 1, int(deviation * len(_LEVELS)))]
 
 
@@ -143,14 +143,14 @@ def _spread(samples: NodeSamples, place: int) -> float:
 
 def _distances(values: np.ndarray, roles: Sequence[str]) -> np.ndarray:
     """Return |value - median of the role| at each time, [num_nodes, num_points]; NaN for nodes and times without a sample."""
-    found = np.full(values.shape, np.nan)
+    distances = np.full(values.shape, np.nan)
     for role in dict.fromkeys(roles):
         rows = [row for row, each in enumerate(roles) if each == role]
         filled = fill_gaps(values[rows])
         there = filled[np.isfinite(filled).all(1)]
         if len(there):
-            found[rows] = np.abs(values[rows] - np.median(there, axis=0))
-    return found
+            distances[rows] = np.abs(values[rows] - np.median(there, axis=0))
+    return distances
 
 
 def _means(values: np.ndarray, per_point: int) -> np.ndarray:
@@ -164,20 +164,20 @@ def _means(values: np.ndarray, per_point: int) -> np.ndarray:
     return np.where(counts > 0, np.where(there, parts, 0).sum(2) / np.maximum(1, counts), np.nan)
 
 
-def _x(found: NodeTimeline, time: float) -> float:
-    share = (time - found.start) / max(1, found.seconds)
+def _x(timeline: NodeTimeline, time: float) -> float:
+    share = (time - timeline.start) / max(1, timeline.seconds)
     return _LEFT + _WIDTH * min(1.0, max(0.0, share))
 
 
-def _pieces(found: NodeTimeline, row: int, top: float, low: float, high: float) -> list[list[tuple[float, float]]]:
+def _pieces(timeline: NodeTimeline, row: int, top: float, low: float, high: float) -> list[list[tuple[float, float]]]:
     """Return the points of a node's curve, split where it has no samples."""
     pieces: list[list[tuple[float, float]]] = [[]]
-    for point, value in enumerate(found.values[row]):
+    for point, value in enumerate(timeline.values[row]):
         if math.isnan(value):
             pieces.append([])
             continue
         share = (value - low) / (high - low) if high > low else 0.5
-        x = _x(found, found.start + (point + 0.5) * found.seconds_per_point)
+        x = _x(timeline, timeline.start + (point + 0.5) * timeline.seconds_per_point)
         pieces[-1].append((x, top + (_ROW - 4) * (1 - share) + 1))
     return [piece for piece in pieces if piece]
 

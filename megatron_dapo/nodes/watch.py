@@ -86,13 +86,13 @@ def find_stragglers(
 
     worked: seconds of work in the period by rank and phase. nodes: host name by rank.
     """
-    found = []
+    stragglers = []
     for phase in phases:
         seconds = {rank: each[phase] for rank, each in worked.items() if each.get(phase, 0.0) > 0}
         if len(seconds) > 1 and median(seconds.values()) >= _MIN_SHARE * period_s:
             rank = max(seconds, key=lambda each: (seconds[each], -each))
-            found.append(Straggler(phase, rank, nodes[rank], seconds[rank], median(seconds.values())))
-    return found
+            stragglers.append(Straggler(phase, rank, nodes[rank], seconds[rank], median(seconds.values())))
+    return stragglers
 
 
 class NodeFile:
@@ -204,8 +204,8 @@ class RunWatch:
             rank: {phase: seconds - before.get(rank, {}).get(phase, 0.0) for phase, seconds in phases.items()}
             for rank, phases in total.items()
         }
-        found = find_stragglers(worked, nodes, self._settings.phases, self._settings.period_s)
-        told = [{**asdict(each), "over_median": each.over_median} for each in found]
+        stragglers = find_stragglers(worked, nodes, self._settings.phases, self._settings.period_s)
+        told = [{**asdict(each), "over_median": each.over_median} for each in stragglers]
         self._write(STRAGGLERS, json.dumps(told))
         return told
 

@@ -106,16 +106,16 @@ class Coordination:
     def broadcast(self, value: Any | None, source: int = 0) -> Any:
         """Return the JSON value of rank `source` on every rank; the others pass None."""
         waiting_for, end = f"the value of rank {source}", time.monotonic() + self.timeout_s
-        found = value
+        received = value
         senders = [_holder(level.ranks, source) for level in self._levels]
         for level, sender in zip(self._levels, senders):
             if sender is not None:
-                found = self._spread(level, found, sender, waiting_for, end)
+                received = self._spread(level, received, sender, waiting_for, end)
         for level, sender in zip(reversed(self._levels), reversed(senders)):
             if sender is None:
-                found = self._spread(level, found, level.ranks[0], waiting_for, end)
+                received = self._spread(level, received, level.ranks[0], waiting_for, end)
         self.progress.mark()
-        return value if self.rank == source else found
+        return value if self.rank == source else received
 
     def merge(
         self,
@@ -137,16 +137,16 @@ class Coordination:
         immediately if an earlier wait failed.
         """
         end = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        found = combine([json.loads(json.dumps(value))])
+        merged = combine([json.loads(json.dumps(value))])
         for level in self._levels:
-            found = combine(self._exchange(level, found, waiting_for, end))
+            merged = combine(self._exchange(level, merged, waiting_for, end))
         lower = self._levels[:-1]
         if not self._is_on_top:
-            found = self._spread(self._levels[-1], None, self._levels[-1].ranks[0], waiting_for, end)
-        reduced = down(found) if down is not None and self._is_on_top and lower else found
+            merged = self._spread(self._levels[-1], None, self._levels[-1].ranks[0], waiting_for, end)
+        reduced = down(merged) if down is not None and self._is_on_top and lower else merged
         for level in reversed(lower):
             self._spread(level, reduced, level.ranks[0], waiting_for, end)
-        return found
+        return merged
 
     def gather(self, value: Any, waiting_for: str = "the values of all ranks", timeout_s: float | None = None) -> list:
         """Return every rank's JSON value, in rank order, by `merge`. Use it for few or short values."""

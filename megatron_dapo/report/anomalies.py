@@ -51,14 +51,14 @@ class Anomaly:
 
 def find_anomalies(run: RunFiles, comparisons: Sequence[Comparison] = ()) -> list[Anomaly]:
     """Return the anomalies of a run, by train step."""
-    found = [anomaly for alarm in RUN_ALARMS for anomaly in _alarms(run, alarm)]
+    anomalies = [anomaly for alarm in RUN_ALARMS for anomaly in _alarms(run, alarm)]
     for search in (_mismatch_trend, _entropy, _episodes, _gradients, _skipped, _not_finite, _attempts, _nodes, _evaluations, _waits):
-        found += search(run)
-    found += [_left(run, comparison) for comparison in comparisons if comparison.off_since is not None]
+        anomalies += search(run)
+    anomalies += [_left(run, comparison) for comparison in comparisons if comparison.off_since is not None]
     if lost := (run.summary.get("extra") or {}).get("lost_records"):
         last = _steps(run)[-1] if run.steps else 0
-        found.append(Anomaly("warning", last, last, "records were lost", f"{lost} records could not be written"))
-    return sorted(found, key=lambda each: (each.first, each.title))
+        anomalies.append(Anomaly("warning", last, last, "records were lost", f"{lost} records could not be written"))
+    return sorted(anomalies, key=lambda each: (each.first, each.title))
 
 
 def _steps(run: RunFiles) -> list[int]:
@@ -269,17 +269,17 @@ def train_steps_of(run: RunFiles, steps: Sequence[float], unit: str) -> list[flo
         return list(steps)
     made = [(0.0, 0.0)] + [(row.get("progress/optimizer_steps") or 0.0, float(row["train_step"])) for row in run.steps]
     per_step = made[-1][0] / made[-1][1] if made[-1][1] else 1.0
-    found = []
+    crossings = []
     for step in steps:
         after = next((place for place, (optimizer, _) in enumerate(made) if optimizer >= step), None)
         if after is None or made[after][0] == step:
-            found.append(
+            crossings.append(
                 made[after][1] if after is not None else made[-1][1] + (step - made[-1][0]) / (per_step or 1.0)
             )
             continue
         (low, first), (high, second) = made[after - 1], made[after]
-        found.append(first + (step - low) / (high - low) * (second - first))
-    return found
+        crossings.append(first + (step - low) / (high - low) * (second - first))
+    return crossings
 
 
 def held_out_change(run: RunFiles, earlier: int, later: int) -> Estimate | None:

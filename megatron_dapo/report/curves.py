@@ -273,18 +273,18 @@ def curves(run: RunFiles, metrics: Sequence[str], max_points: int) -> dict[str, 
 def reference_curves(run: RunFiles, reference: Record, max_points: int) -> dict[str, Any]:
     """Return the curves of a reference on the train steps of a run, by metric, up to twice as far as the run has come."""
     end = 2 * max([row["train_step"] for row in run.steps[-1:]], default=1)
-    found = {}
+    curves = {}
     for name, curve in reference.curves.items():
         steps = train_steps_of(run, [point.step for point in curve.points], reference.unit)
         points = [(step, point) for step, point in zip(steps, curve.points) if step <= end]
         points = points[:: max(1, math.ceil(len(points) / max_points))]
         if points:
-            found[name] = {
+            curves[name] = {
                 "x": [round(step, 2) for step, _ in points],
                 "y": [_short(point.value) for _, point in points],
                 "hold": curve.interpolation == "hold",
             }
-    return found
+    return curves
 
 
 def phase_shares(run: RunFiles) -> list[tuple[str, float]]:

@@ -150,15 +150,15 @@ def _most_serious(anomalies: Sequence[Anomaly]) -> list[Anomaly]:
 
 def _own_references(run: RunFiles, references: Sequence[Record]) -> list[Record]:
     """Return the references of the command, then those of the run's configuration that can still be read."""
-    found = list(references)
+    records = list(references)
     for path in run.config.get("telemetry.references") or ():
         try:
             record = read_record(Path(path))
         except (ValueError, OSError):
             continue  # they may be missing on another machine
-        if record.name not in [each.name for each in found]:
-            found.append(record)
-    return found
+        if record.name not in [each.name for each in records]:
+            records.append(record)
+    return records
 
 
 def _compared(run: RunFiles, record: Record) -> Comparison | None:

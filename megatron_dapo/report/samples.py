@@ -113,7 +113,7 @@ def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, A
     advantages = columns[2]
     largest = max(map(abs, advantages), default=0.0) or 1.0
     versions = [part.get("version") for part in record.get("versions") or [] if isinstance(part, dict)]
-    found = {
+    document = {
         "run": run_index,
         "kind": kind,
         "step": record.get("train_step", 0),
@@ -133,15 +133,15 @@ def _encoded(record: Row, kind: str, run_index: int, prompt: int) -> dict[str, A
         "text": text,
     }
     if columns[0]:
-        found |= {"chars": "".join(map(_count, columns[0])), "logprobs": "".join(map(_surprise, columns[1]))}
+        document |= {"chars": "".join(map(_count, columns[0])), "logprobs": "".join(map(_surprise, columns[1]))}
     episode = record.get("episode") or {}
     if turns := episode.get("turns"):
-        found |= {"end": episode.get("end"), "turns": _turns(turns, cut), "figures": episode.get("figures") or {}}
+        document |= {"end": episode.get("end"), "turns": _turns(turns, cut), "figures": episode.get("figures") or {}}
         if branches := record.get("branches"):
-            found["branches"] = [_branch(one, turns, segment) for segment, one in enumerate(branches, 1)]
+            document["branches"] = [_branch(one, turns, segment) for segment, one in enumerate(branches, 1)]
     if advantages:
-        found |= {"advantages": "".join(_signed(value / largest) for value in advantages), "scale": largest}
-    return found | ({"cut": cut} if cut else {})
+        document |= {"advantages": "".join(_signed(value / largest) for value in advantages), "scale": largest}
+    return document | ({"cut": cut} if cut else {})
 
 
 def _turns(turns: Sequence[Row], cut: Sequence[int]) -> list[dict[str, Any]]:

@@ -144,15 +144,15 @@ def _load_teachers(
     config: Config, topology: RunTopology, others: Sequence[TrainedModel]
 ) -> dict[str, MegatronActor]:
     """Return the teachers that are models, by name."""
-    found: dict[str, MegatronActor] = {}
+    teachers: dict[str, MegatronActor] = {}
     for teacher in config.distillation.models:
         path = Path(teacher.path) if teacher.path else config.model.path
-        for model in (*others, *found.values()):
+        for model in (*others, *teachers.values()):
             model.offload()  # makes room for the next, which is built on the device
-        running = [*others, *found.values()]
-        found[teacher.name] = _load_frozen(config, topology, path, config.distillation.offload, running)
+        running = [*others, *teachers.values()]
+        teachers[teacher.name] = _load_frozen(config, topology, path, config.distillation.offload, running)
         logger.info("teacher %s: %s", teacher.name, path)
-    return found
+    return teachers
 
 
 def _actor_settings(config: Config, topology: RunTopology, replays_routing: bool = False) -> ActorSettings:

@@ -169,13 +169,13 @@ class Checkpoints:
 
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
-        found = find_resume(resume, self._store, self.restore)
-        if found is None:
+        checkpoint = find_resume(resume, self._store, self.restore)
+        if checkpoint is None:
             return -1
-        logger.info(RESUMED, found.directory)
+        logger.info(RESUMED, checkpoint.directory)
         if self._store.copies is not None:
             self._report_sources(self._store.copies)
-        return found.step
+        return checkpoint.step
 
     def _report_sources(self, copies: MemoryCopies) -> None:
         """Log where the tensor files came from, over all ranks. Each opened file counts with its full size."""
@@ -315,14 +315,14 @@ def replica_of(topology: RunTopology) -> str:
 
 def merged_nodes(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge the ranks' reports on their nodes: the first rank, the keeper's address, the replicas of all ranks."""
-    found: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, node in part.items():
-            known = found.setdefault(name, node)
+            known = nodes.setdefault(name, node)
             known["rank"] = min(known["rank"], node["rank"])
             known["address"] = known["address"] or node["address"]
             known["replicas"] = sorted({*known["replicas"], *node["replicas"]})
-    return found
+    return nodes
 
 
 # ---- optimizer state of an exported critic

@@ -119,12 +119,12 @@ def node_metrics(num_alerts: int = 0, stragglers: Sequence[Mapping[str, Any]] = 
     stragglers: "phase", "rank" and "over_median" of each compared phase.
     """
     compared = {each["phase"]: each for each in stragglers}
-    found: dict[str, float] = {"nodes/alerts": num_alerts}
+    metrics: dict[str, float] = {"nodes/alerts": num_alerts}
     for phase in PHASES:
         slowest = compared.get(phase, {"rank": -1, "over_median": 0.0})
-        found[f"nodes/{phase}_slowest_rank"] = slowest["rank"]
-        found[f"nodes/{phase}_over_median"] = slowest["over_median"]
-    return found
+        metrics[f"nodes/{phase}_slowest_rank"] = slowest["rank"]
+        metrics[f"nodes/{phase}_over_median"] = slowest["over_median"]
+    return metrics
 
 
 def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:
@@ -262,13 +262,13 @@ def quality_warnings(metrics: Mapping[str, float], config: QualityConfig, groups
     failures = (sample.score.failure for group in groups for sample in group.samples if sample.score.failure)
     first_failure = next(failures, "")
     limits = {f"quality.{name}": value for name, value in config.model_dump().items()}
-    found = []
+    warnings = []
     for alarm in QUALITY_ALARMS:
         value, limit = metrics[alarm.metric], limits[str(alarm.limit)]
         if alarm.is_passed(value, limit):
             reason = f"; the first: {first_failure}" if alarm.metric == "reward/failed_share" and first_failure else ""
-            found.append(f"{alarm.metric} is {value:.3g}, {alarm.side} {alarm.limit} {limit:.3g}{reason}")
-    return found
+            warnings.append(f"{alarm.metric} is {value:.3g}, {alarm.side} {alarm.limit} {limit:.3g}{reason}")
+    return warnings
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
@@ -393,8 +393,8 @@ def evaluation_metrics(result: EvaluationResult, seconds: float, num_trained: in
     """
     metrics = {f"eval/{name}": value for name, value in _estimates(result).items()}
     for source in result.sources:
-        found = _estimates(result.of_source(source))
-        metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
+        estimates = _estimates(result.of_source(source))
+        metrics |= {f"eval/{source}/{name}": value for name, value in estimates.items()}
     return {**metrics, "eval/seconds": seconds, "eval/trained_problems": float(num_trained)}
 
 

@@ -117,7 +117,7 @@ def _settings(config: Config) -> dict[str, float | str | bool]:
 
 def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the first sample of each outcome as Markdown, by name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for record in records:
         prompt = "\n\n".join(str(message["content"]) for message in record["prompt"])
         parts = {"prompt": prompt, "response": record["response"]}
@@ -126,8 +126,8 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for name, text in parts.items()
         ]
         head = f"reward {record['reward']:.3g}, expected {record['answer']!r}, found {record['extracted']!r}"
-        found.setdefault(f"samples/{record['outcome']}", "\n\n".join([head, *blocks]))
-    return found
+        texts.setdefault(f"samples/{record['outcome']}", "\n\n".join([head, *blocks]))
+    return texts
 
 
 class Recorder:
@@ -210,10 +210,10 @@ class Recorder:
 
     def _compare_plan(self, planned: PlannedRun, train_step: int, metrics: Mapping[str, float]) -> None:
         """Log planned and measured seconds and memory of a step, and write them for the report."""
-        found = planned.against(metrics, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
-        logger.info("train step %d: %s", train_step, comparison_line(found))
+        comparison = planned.against(metrics, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+        logger.info("train step %d: %s", train_step, comparison_line(comparison))
         try:
-            self._files.replace(self.paths.metrics.parent / PLAN, comparison_json(train_step, found))
+            self._files.replace(self.paths.metrics.parent / PLAN, comparison_json(train_step, comparison))
         except OSError as error:  # no comparison is worth a training run
             logger.warning("%s was not written: %r", PLAN, error)
 

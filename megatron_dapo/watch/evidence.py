@@ -44,12 +44,12 @@ def exit_status(pidfd: int, pid: int) -> int | None:
     The process is not a child of the caller, and its parent may have reaped it. New kernels keep the status in the
     pidfd; on older ones it is readable only until then.
     """
-    found = bytearray(64)
-    struct.pack_into("<Q", found, 0, _PIDFD_INFO_EXIT)
+    info = bytearray(64)
+    struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, found)
-        if struct.unpack_from("<Q", found)[0] & _PIDFD_INFO_EXIT:
-            return struct.unpack_from("<i", found, 60)[0]
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        if struct.unpack_from("<Q", info)[0] & _PIDFD_INFO_EXIT:
+            return struct.unpack_from("<i", info, 60)[0]
     except OSError:
         pass
     fields = _stat_fields(f"/proc/{pid}/stat")
@@ -103,13 +103,13 @@ def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
 
 def tcp_queues() -> dict[str, str]:
     """Return the unacknowledged and unread data of this machine's TCP connections, by the socket's inode."""
-    found: dict[str, str] = {}
+    queues: dict[str, str] = {}
     for name in ("tcp", "tcp6"):
         for line in read_text(f"/proc/net/{name}").splitlines()[1:]:
             if " 00000000:00000000 " not in line:
                 fields = line.split()
-                found[f"socket:[{fields[9]}]"] = fields[4]
-    return found
+                queues[f"socket:[{fields[9]}]"] = fields[4]
+    return queues
 
 
 def bytes_in_flight(pid: int, queues: Mapping[str, str]) -> dict[str, str]:
@@ -130,10 +130,10 @@ def parent(pid: int) -> int | None:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for task in _listed(f"/proc/{pid}/task"):
-        found += map(int, read_text(f"/proc/{pid}/task/{task}/children").split())
-    return found
+        pids += map(int, read_text(f"/proc/{pid}/task/{task}/children").split())
+    return pids
 
 
 def _stat_fields(path: str) -> list[str]:
@@ -183,8 +183,8 @@ def _file_of_call(pid: int, call: list[str]) -> str:
 
 def oom_kills(counter: Path = Path("/proc/vmstat")) -> int:
     """Return the processes that the kernel has killed for lack of memory, in a cgroup or, by default, on this machine."""
-    found = re.search(r"oom_kill (\d+)", read_text(counter))
-    return int(found.group(1)) if found else 0
+    match = re.search(r"oom_kill (\d+)", read_text(counter))
+    return int(match.group(1)) if match else 0
 
 
 class OutOfMemory:
@@ -287,9 +287,9 @@ def neighbors(node: str) -> list[str]:
         device, destination, _, _, _, _, metric, mask, *_ = line.split()
         if target & int(mask, 16) == int(destination, 16):
             routes.append((-int(mask, 16).bit_count(), int(metric), device))
-    found = [line.split() for line in read_text("/proc/net/arp").splitlines()[1:]] if routes else []
+    entries = [line.split() for line in read_text("/proc/net/arp").splitlines()[1:]] if routes else []
     # Flag 2: the machine has answered for its address.
-    return [fields[0] for fields in found if fields[5] == min(routes)[2] and int(fields[2], 16) & 2]
+    return [fields[0] for fields in entries if fields[5] == min(routes)[2] and int(fields[2], 16) & 2]
 
 
 def sectors_written(device: int) -> int | None:

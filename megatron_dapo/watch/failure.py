@@ -118,11 +118,11 @@ def exit_code_of(error: BaseException) -> int:
 
 def _chain(error: BaseException | None) -> Sequence[BaseException]:
     """Return an error and what it was raised from."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return found
+    return errors
 
 
 def in_order(failures: Sequence[Failure]) -> list[Failure]:

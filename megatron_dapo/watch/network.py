@@ -108,7 +108,7 @@ class Datagrams:
 
     def receive(self, now: float) -> list[dict[str, Any]]:
         """Return the messages that have arrived from watchers of this run, and learn their addresses."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         while self.socket is not None:
             try:
                 text, address = self.socket.recvfrom(_DATAGRAM + 1024)
@@ -118,7 +118,7 @@ class Datagrams:
                 continue  # an ICMP error for an earlier datagram
             if (message := self._parsed(text)) is not None:
                 self.addresses[message["from"]] = address
-                found.append(message)
+                messages.append(message)
         while self._listener is not None and len(self._connections) < _MAX_CONNECTIONS:
             try:
                 self._connections.append(Connection(self._listener.accept()[0], now))
@@ -128,9 +128,9 @@ class Datagrams:
             text = connection.read(now)
             if text and (message := self._parsed(text)) is not None:
                 connection.caller = message["from"] if connection.called is None else None
-                found.append(message)
+                messages.append(message)
         self._connections = [each for each in self._connections if not each.is_over]
-        return found
+        return messages
 
     def _parsed(self, text: bytes) -> dict[str, Any] | None:
         """Return a message of a watcher of this run, None for anything else."""

@@ -57,8 +57,8 @@ def test_docstrings_start_with_a_verb_or_a_noun_phrase() -> None:
 
 def test_words_are_those_of_the_field() -> None:
     pattern = re.compile(rf"\b({'|'.join(COINED)})\b", re.IGNORECASE)
-    found = [f"{name}: {match.group()}" for name, text in sources().items() for match in pattern.finditer(text)]
-    assert len(found) <= MAX_COINED_WORDS, "\n".join(found)
+    words = [f"{name}: {match.group()}" for name, text in sources().items() for match in pattern.finditer(text)]
+    assert len(words) <= MAX_COINED_WORDS, "\n".join(words)
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -217,14 +217,14 @@ class StateLayout:
             yield [(r, local) for ranges in held for a, b, r, local in ranges if a <= start and end <= b], start, end
 
     def _by_content(self) -> dict[object, list[_Instance]]:
-        found: dict[object, list[_Instance]] = {}
+        instances: dict[object, list[_Instance]] = {}
         for owners in self._owners.values():
             shards = self._by_local(owners.ranks[0])
             for local in owners.parameters:
                 content = tuple((s.tensor, s.global_offset, s.shape, s.local_offset) for s in shards.get(local, ()))
                 if content:  # a buffer of only padding is not saved
-                    found.setdefault(content, []).append(_Instance(owners, local, content))
-        return found
+                    instances.setdefault(content, []).append(_Instance(owners, local, content))
+        return instances
 
     def _owners_of(self, rank: int) -> list[Owners]:
         return [self._owners[key] for key in self._owner_keys(rank) if key in self._owners]
@@ -246,14 +246,14 @@ class StateLayout:
         for rank in range(self.num_ranks):
             for key in self._owner_keys(rank):
                 ranks.setdefault(key, []).append(rank)
-        found = {}
+        owners = {}
         for key, members in ranks.items():
             shapes = self.weights.local_shapes(members[0])
             mine = {local: shape for local, shape in shapes.items() if (EXPERTS in local) == (len(key) == 3)}
             if mine:
                 ordered = dict(sorted(mine.items(), key=lambda item: self._order(item[0])))
-                found[key] = Owners(key, tuple(members), ordered)
-        return found
+                owners[key] = Owners(key, tuple(members), ordered)
+        return owners
 
     def _order(self, local: str) -> tuple[int, ...]:
         """Return the sort key of a parameter on its rank: chunk, layer, expert and place in the layer."""
@@ -310,10 +310,10 @@ class StateLayout:
         # Replicas of a rank share one tuple of shards, and so one table.
         shards = self.weights.shards(rank)
         if id(shards) not in self._shards_of:
-            found: dict[str, list[Shard]] = {}
+            shards_of: dict[str, list[Shard]] = {}
             for shard in shards:
-                found.setdefault(shard.local, []).append(shard)
-            self._shards_of[id(shards)] = found
+                shards_of.setdefault(shard.local, []).append(shard)
+            self._shards_of[id(shards)] = shards_of
         return self._shards_of[id(shards)]
 
     def _slices(self, rank: int, local: str, start: int, end: int) -> Iterator[Shard]:

@@ -84,7 +84,7 @@ def load(own: Mapping[str, Any], pool: Mapping[str, Any]) -> Verifier:
 
 def program_of(response: str) -> str | None:
     """Return the last closed fenced block that names Python or no language; None without one."""
-    found: str | None = None
+    program: str | None = None
     opened: re.Match[str] | None = None
     body: list[str] = []
     for line in response.splitlines(keepends=True):  # one pass: an expression over the whole text takes its square
@@ -93,12 +93,12 @@ def program_of(response: str) -> str | None:
             opened, body = fence, []
         elif fence and fence[2].startswith(opened[2]) and line.strip() == fence[2]:
             if opened[3].lower() in _LANGUAGES:
-                found = "".join(body)
+                program = "".join(body)
             opened = None
         else:
             # In a list, the program is indented like its block.
             body.append(line.removeprefix(opened[1]))
-    return found
+    return program
 
 
 def row_tests(sample: RewardSample, column: str) -> Any:
@@ -182,26 +182,26 @@ def _failure(test: ProgramTest, outcome: Mapping[str, Any]) -> str:
     return f"{last_line[:200]}, wrote {wrote[:120]!r}"
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Return True if two texts have the same lines, up to spaces at their ends and to rounding of decimal numbers."""
-    lines, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (found, expected))
+    lines, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (output, expected))
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
-def _same_line(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
         return True
-    tokens, wanted = found.split(), expected.split()
+    tokens, wanted = line.split(), expected.split()
     return len(tokens) == len(wanted) and all(map(_same_token, tokens, wanted))
 
 
-def _same_token(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_token(token: str, expected: str) -> bool:
+    if token == expected:
         return True
-    if "." not in expected or len(found) > 40:  # an integer is exact
+    if "." not in expected or len(token) > 40:  # an integer is exact
         return False
     try:
-        return math.isclose(float(found), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return math.isclose(float(token), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     except ValueError:
         return False
 
@@ -217,10 +217,10 @@ def _same_value(found: str, expected: Any) -> bool:
         return False
 
 
-def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(found, float) or isinstance(expected, float):
-        numbers = isinstance(found, (int, float)) and isinstance(expected, (int, float))
-        return numbers and math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    if isinstance(found, list) and isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(_equal, found, expected))
-    return bool(found == expected) and isinstance(found, bool) == isinstance(expected, bool)
+def _equal(value: Any, expected: Any) -> bool:
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
+        return numbers and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    if isinstance(value, list) and isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)

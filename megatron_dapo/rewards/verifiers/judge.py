@@ -112,10 +112,10 @@ def verdict_of(reply: Any) -> str:
 def score_of(verdict: str, pattern: re.Pattern[str], key: str) -> float | None:
     """Return the score that a verdict gives; None without one."""
     if key:
-        found = _last_object(verdict).get(key)
-        if isinstance(found, bool):
-            return float(found)
-        text = "" if found is None else str(found)
+        value = _last_object(verdict).get(key)
+        if isinstance(value, bool):
+            return float(value)
+        text = "" if value is None else str(value)
     else:
         matches = list(pattern.finditer(verdict))
         text = next((group for group in matches[-1].groups() if group is not None), "") if matches else ""
