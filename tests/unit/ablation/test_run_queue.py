@@ -138,7 +138,7 @@ def test_a_call_that_is_ended_leaves_no_run_behind_and_the_next_one_continues(
     number: signal.Signals, write_grid: WriteGrid
 ) -> None:
     path = write_grid(
-        GRID.replace("set.run.total_steps = 4", "set.run.stopped_timeout_seconds = 0.2\nset.run.total_steps = 40")
+        GRID.replace("set.run.total_steps = 4", "set.run.stopped_timeout_seconds = 0.1\nset.run.total_steps = 40")
     )
     program = (
         "from tests.unit.ablation.test_run_queue import make; from pathlib import Path\n"
