@@ -86,6 +86,7 @@ top_p = 1.0
 [telemetry]
 samples_per_step = 1000
 progress = false
+report = false
 """
 
 

@@ -81,6 +81,7 @@ def test_a_run_that_trains_nothing_says_why(recipe: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "huggingface").exists(), "an untouched model is no result"
 
 
+@pytest.mark.long  # test_streamed_steps.py and tests/distributed/test_actor_parity.py have pipelines without a command
 def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path: Path) -> None:
     outcome = train(recipe, tmp_path / "pp2", "pp2", *NO_EVALUATION, "run.total_steps=1", "optimizer.schedule=constant")
     assert outcome.code == 0, outcome.text
