@@ -2,7 +2,7 @@
 
     python benchmarks/plan_memory.py [--json] [--tiny] [--cases 40] [--seed 2]
 
-Models of a few million parameters, layouts (TP, sequence parallelism, PP, VPP, CP, EP, DP), types and kinds of recomputation are
+Models of a few million parameters, half of them with layers of several kinds (gated delta nets, latent attention, shared experts), layouts (TP, sequence parallelism, PP, VPP, CP, EP, DP), types and kinds of recomputation are
 drawn by the seed. Each makes two train steps; in the second, storages are counted, each once:
 
     weights, gradients       parameters and their fp32 sums
@@ -73,6 +73,47 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
+DELTA: Mapping[str, Any] = {
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+# Families with layers of several kinds.
+MIXED: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_5": {**DELTA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "qwen3_next": {
+        **FAMILIES["qwen3_moe"],
+        **DELTA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 64,
+    },
+    "deepseek": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 2,
+        "tie_word_embeddings": False,
+    },
+}
 # How activations are computed again: model.recompute_granularity and fields of [megatron].
 RECOMPUTE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "none": ("none", {}),
@@ -92,10 +133,10 @@ FIELDS = {
 }
 
 
-def draw(generator: random.Random) -> dict[str, Any]:
+def draw(generator: random.Random, families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Draw a model, a layout that fits it and 1, 2 or 4 processes, and how a step is computed."""
-    family = generator.choice(list(FAMILIES))
-    is_sparse = family == "qwen3_moe"
+    family = generator.choice(list(families))
+    is_sparse = family in ("qwen3_moe", "qwen3_next", "deepseek")
     processes = generator.choice((1, 2, 2, 4, 4, 4))
     tensor, pipeline, context = generator.choice(
         [
@@ -119,7 +160,7 @@ def draw(generator: random.Random) -> dict[str, Any]:
         "family": family,
         "processes": processes,
         "layout": layout,
-        "model": {**SIZES, **FAMILIES[family], "tie_word_embeddings": generator.choice((True, False))},
+        "model": {**SIZES, "tie_word_embeddings": generator.choice((True, False)), **families[family]},
         "dtype": generator.choice(("float32", "bfloat16")),
         "mode": generator.choice(modes),
         "distributed": generator.choice((True, True, False)),
@@ -130,11 +171,11 @@ def draw(generator: random.Random) -> dict[str, Any]:
     }
 
 
-def draw_cases(seed: int, count: int) -> list[dict[str, Any]]:
+def draw_cases(seed: int, count: int, families: Mapping[str, Mapping[str, Any]] = FAMILIES) -> list[dict[str, Any]]:
     """Draw cases that differ."""
     generator, cases = random.Random(seed), list[dict[str, Any]]()
     while len(cases) < count:
-        case = draw(generator)
+        case = draw(generator, families)
         if case not in cases:
             cases.append(case)
     return cases
@@ -213,14 +254,20 @@ def run(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options.parser(__doc__, "two runs")
-    parser.add_argument("--cases", type=int, default=40)
+    parser = options.parser(__doc__, "five runs")
+    parser.add_argument("--cases", type=int, default=40, help="of models with one kind of layers, and of models with several")
     parser.add_argument("--seed", type=int, default=2)
     arguments = parser.parse_args()
-    cases = draw_cases(arguments.seed, arguments.cases)
     if arguments.tiny:
-        kept = [case for case in cases if case["mode"] == "none"]  # Others keep too little in small models.
+        # In small models the other modes keep too little to count.
+        kept, mixed = (
+            [case for case in draw_cases(arguments.seed, 400, families) if case["mode"] == "none" and case["processes"] < 4]
+            for families in (FAMILIES, MIXED)
+        )
         cases = [next(case for case in kept if case["processes"] == processes) for processes in (1, 2)]
+        cases += [next(case for case in mixed if case["family"] == family) for family in MIXED]
+    else:
+        cases = [case for families in (FAMILIES, MIXED) for case in draw_cases(arguments.seed, arguments.cases, families)]
     result = run(cases)
     options.show(result, arguments)
 

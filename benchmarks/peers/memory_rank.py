@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dapo.megatron import state
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
-from megatron_dapo.megatron.experts import SoftmaxFirstRouter
+from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops import logprob
@@ -140,19 +140,12 @@ class Meter:
 def balance_routing() -> None:
     """Make routers choose experts in turn, with their own probabilities."""
 
-    def forward(
-        self: SoftmaxFirstRouter, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = torch.nn.functional.linear(hidden.flatten(0, -2), self.weight)
-        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-        turn = torch.arange(len(logits))[:, None] * self.topk + torch.arange(self.topk)
-        experts = turn % logits.size(1)
-        weights = probabilities.gather(1, experts)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
-        return torch.zeros_like(probabilities).scatter(1, experts, weights), chosen
+    def choose(self: SoftmaxFirstRouter, scores: torch.Tensor) -> torch.Tensor:
+        turn = torch.arange(len(scores))[:, None] * self.topk + torch.arange(self.topk)
+        return turn % scores.size(1)
 
-    SoftmaxFirstRouter.forward = forward
+    for router in (SoftmaxFirstRouter, GroupedSigmoidRouter):
+        router.choose = choose
 
 
 def fill(parameters: Mapping[str, torch.Tensor], tensors: Any) -> None:
@@ -213,7 +206,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "stage": layout.coordinates(dist.get_rank()).pipeline,
         "weights": sum(parameter.nbytes for parameter in parameters.values()),
-        "gradients": sum(parameter.main_grad.nbytes for parameter in parameters.values()),
+        "gradients": sum(one.main_grad.nbytes for one in parameters.values() if one.requires_grad),
         "main_params": sum(main_params),
         "moments": sum(moments),
         "activations": meter.activations.peak,

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dapo.models.activations import Kept, TrainerCut
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -134,6 +136,11 @@ class LayerPart(ABC):
     def weights_per_token(self) -> int:
         """Elements of the matrices that a token is multiplied by."""
         return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) == 2)
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        """Return the bytes per token that a trainer's rank keeps for the backward pass. Raises NotImplementedError for a part
+        that does not state them: its models train, but cannot be planned."""
+        raise NotImplementedError(f"{type(self).__name__} does not state what it keeps for its backward pass: give it `kept`")
 
     @property
     def never_trained(self) -> int:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64  # tokens of a chunk: the published kernels' choice
+from megatron_dapo.models.parts.gated_delta import CHUNK
+
 NORM_EPS = 1e-6  # added to a query's and key's sum of squares
 
 

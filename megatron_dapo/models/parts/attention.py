@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import FP32, Kept, TrainerCut
 from megatron_dapo.models.placement import (
     CutColumns,
     EngineCut,
@@ -83,6 +84,51 @@ class GroupedQueryAttention(LayerPart):
         yield CutColumns("self_attn.o_proj.weight", self._output(heads))
         if self.post_norm:
             yield Whole("post_attention_layernorm.weight", "post_attention_layernorm.weight")
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        query, group = self.heads * self.head_dim // cut.tensor, self.groups * self.head_dim // cut.tensor
+        sums = FP32 * (self.heads // cut.tensor)  # of a head's softmax
+        outside = cut.normed(self.hidden) + (cut.norm(self.hidden) if self.post_norm else 0)
+        norms = FP32 * (self.heads // cut.tensor + self.groups // cut.tensor)
+        if not cut.is_torch:
+            heads: float = cut.item * (2 * query + 2 * group)
+            if cut.factor < cut.item:  # attention keeps the output, the projection its copy
+                heads += cut.factor * query
+            if self.qk_norm:
+                heads += cut.item * (query + group) + norms
+            heads += self._gate(cut, query)
+            return Kept(outside + heads + sums, sums, sums + cut.item * query)
+        return self._kept_by_torch(cut, query, group, outside, norms)
+
+    def _kept_by_torch(self, cut: TrainerCut, query: int, group: int, outside: float, norms: int) -> Kept:
+        """Return what torch's modules keep; `norms`: bytes of the scales of all queries and keys."""
+        item = cut.item
+        projected = item * (self._projected * query + 2 * group)  # kept whole, because the values are part of it
+        core = FP32 * (self.heads // cut.tensor)
+        core_again, freed = core + item * query, 0.0
+        is_fp32_norm = self.qk_norm and item == FP32
+        if cut.context > 1:
+            # Keys and values of all ranks instead of the rank's, and the mask in the model's type.
+            gathered = 2 * item * group * cut.context + item * cut.sequence_tokens
+            core, core_again = core + gathered, core_again + gathered
+            freed = item * group + (0 if is_fp32_norm else projected)
+        heads = item * (2 * query + group) + projected + self._gate(cut, query)
+        if self.qk_norm:
+            heads += FP32 * (2 * query + group) + norms
+            # In fp32, keys are part of the projection, otherwise fp32 copies; the same holds for the queries of a single
+            # group.
+            heads += 0 if is_fp32_norm else FP32 * group
+            heads -= FP32 * query if is_fp32_norm and self.groups == cut.tensor else 0
+        return Kept(outside + heads + core - freed, core - freed, core_again)
+
+    @property
+    def _projected(self) -> int:
+        """Vectors of a query's size that a head's projection has."""
+        return 1
+
+    def _gate(self, cut: TrainerCut, query: int) -> float:
+        """Return the bytes of a gate of the output; without one, attention and projection share the output."""
+        return 0
 
     @property
     def attention_width(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import FP32, INDEX, Kept, TrainerCut
 from megatron_dapo.models.parts.mlp import engine_gated, engine_inner, gated_shapes, megatron_gated
 from megatron_dapo.models.placement import EngineCut, LayerPart, PerExpert, Placement, StackedExperts, Whole
 
@@ -54,6 +55,28 @@ class RoutedExperts(LayerPart):
         yield StackedExperts(self.num_experts, "mlp.experts.", "mlp.experts.{}.", inner)
         if self.shared:
             yield from engine_gated(_SHARED, self.shared // self.inner * inner, _SHARED_FIELD)
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        # Rows per token that a rank's experts compute under balanced routing.
+        copies = cut.local * self.num_per_token * cut.expert_tensor
+        inner = self.inner // cut.expert_tensor
+        if cut.is_torch:
+            # Per copy: the expert's input, [gate; up], the activation, up, their product, and the product times its
+            # probability.
+            experts = self._router(cut) + copies * (cut.item * (self.hidden + 6 * inner) + FP32)
+        else:
+            # Per copy: its expert's input and output, and the three products inside.
+            experts = copies * (cut.item * (2 * self.hidden + 3 * inner) + FP32)
+        if self.bias and cut.item < FP32:  # sigmoid scores are computed from a copy in fp32
+            experts += FP32 * cut.stream(self.hidden)
+        working = copies * cut.item * (2 * self.hidden + 3 * inner)
+        return Kept(cut.normed(self.hidden) + experts + cut.gated_mlp(self.shared // cut.tensor), working=working)
+
+    def _router(self, cut: TrainerCut) -> float:
+        """Return the bytes of a token's probabilities and indices over all experts, and over the chosen ones."""
+        return cut.local * (
+            2 * FP32 * self.num_experts + self.num_experts + FP32 + self.num_per_token * (FP32 + 2 * INDEX)
+        )
 
     @property
     def never_trained(self) -> int:

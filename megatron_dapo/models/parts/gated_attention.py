@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_dapo.models.activations import FP32, TrainerCut
 from megatron_dapo.models.parts.attention import GroupedQueryAttention
 from megatron_dapo.models.placement import EngineCut, Interleaved, Placement, Stack
 
@@ -39,3 +40,14 @@ class GatedAttention(GroupedQueryAttention):
                 query, *others = placement.parts
                 placement = replace(placement, parts=(replace(query, block=2 * self.head_dim), *others))
             yield replace(placement, local=placement.local.removeprefix("self_attn."))
+
+    @property
+    def _projected(self) -> int:
+        return 2
+
+    def _gate(self, cut: TrainerCut, query: int) -> float:
+        if cut.is_torch:
+            # The gate in fp32 and, if that is another one, in the model's type; and the projection's input.
+            return (FP32 + (cut.item if cut.item < FP32 else 0) + cut.item) * query
+        # megatron-core fuses the product, which keeps a copy of the gate. In 16 bits the projection's input is new, too.
+        return cut.item * query * (2 if cut.factor == cut.item else 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import FP32, FP64, INDEX, Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 
 _NET = "linear_attn."
 FLOAT32_IN_ENGINE = _NET + "A_log"  # SGLang keeps it in fp32 in a model of any type
+CHUNK = 64  # tokens of a chunk of the delta rule: the published kernels' choice
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 
 
@@ -84,6 +86,49 @@ class GatedDeltaMixer(LayerPart):
         """Elements of a sequence's state: of the convolution, in the model's type, and of the recurrence, in fp32."""
         keys, values = self._widths
         return (2 * keys + values) * (self.kernel_size - 1), self.value_heads * self.key_dim * self.value_dim
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        """Return what the project's module keeps, which also runs between Transformer Engine's linear layers: sums, and what
+        they are made of, are in fp32."""
+        keys, values = (width // cut.tensor for width in self._widths)
+        heads, item = self.value_heads // cut.tensor, cut.item
+        mixed = 2 * keys + values
+        projected = item * (mixed + values + 2 * heads)
+        # The norm's input, its scale, its output and the gate's SiLU. In 16 bits the gate is a copy; a norm on a CPU keeps
+        # its input times the scale, too.
+        gated = FP32 * (values * (3 + (item < FP32) + cut.is_torch) + heads)
+        projection = (item if cut.is_torch else cut.factor) * values
+        core = self._kept_by_rule(cut, keys, values)
+        if cut.context > 1:
+            # Tokens of all ranks for a share of the heads. In 16 bits nothing else needs the projection then.
+            core += item * (mixed + 2 * heads) - (projected if item < FP32 else 0)
+        outside = cut.normed(self.hidden) + projected
+        # Norm, gate and projection of the output are freed before the rule is computed again.
+        core_again = core - gated - projection
+        # Measured: at most so many rows of gradients at a time. Without gradients the rule holds most of what it keeps.
+        working = FP32 * heads * 2 * (self.key_dim + self.value_dim + CHUNK)
+        return Kept(outside + gated + projection + core, core, core_again, working=working, forward=core)
+
+    def _kept_by_rule(self, cut: TrainerCut, keys: int, values: int) -> float:
+        """Return the bytes of convolution and delta rule, whose queries and keys have `keys` elements on a rank."""
+        heads, groups = self.value_heads // cut.tensor, self.key_heads // cut.tensor
+        mixed = 2 * keys + values
+        # Rows with the tokens before each sequence, sums before and after SiLU, an index.
+        rows = 1 + (self.kernel_size - 1) / cut.sequence_tokens
+        convolution = cut.item * mixed * rows + 2 * FP32 * mixed + INDEX
+        # Softplus and its input, decay, beta; norms of queries and keys, and these divided by them.
+        gates = FP32 * (4 * heads + 2 * groups + 2 * keys)
+        # In a chunk a token has a row of: decays, products of keys, these times beta and times the decays, products of queries
+        # and keys, and these times the decays.
+        slots = cut.chunk_padding(CHUNK)
+        size, of_value = self.key_dim, self.value_dim
+        rule = 6 * FP32 * CHUNK * heads + (FP64 + 2 * FP32) * heads
+        # Keys and queries; both sides of the equation, and corrected values.
+        rule += FP32 * heads * (2 * size + 2 * (size + of_value) + of_value)
+        if cut.sequence_tokens > CHUNK:  # keys to a chunk's end and queries from its start: the first state is zero
+            rule += FP32 * heads * 2 * size
+        states = FP32 * heads * size * of_value / CHUNK
+        return convolution + gates + slots * (rule + states)
 
     def _projected(self) -> tuple[Rows, ...]:
         """Return the rows of queries, keys, values, gates, beta and alpha."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import FP32, Kept, TrainerCut
 from megatron_dapo.models.blocks import LatentAttention
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 
@@ -67,6 +68,41 @@ class MultiHeadLatentAttention(LayerPart):
         yield heads
         yield Stack(_ATTENTION.format("kv_b_proj"), (self._key_value_heads,))
         yield CutColumns(_ATTENTION.format("o_proj"), self._heads("o_proj", self.sizes.value_dim))
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        sizes, heads = self.sizes, self.heads // cut.tensor
+        query, value = cut.item * heads * sizes.query_dim, cut.item * heads * sizes.value_dim
+        # Flash attention needs values as large as keys: their padding is kept, and the projection reads a copy of the output.
+        pads, sums, is_fp8 = sizes.value_dim < sizes.query_dim, FP32 * heads, cut.factor < cut.item
+        latents, normed = self._latents(cut)
+        outside = cut.normed(self.hidden) + latents + normed + (cut.item if cut.is_torch else cut.factor) * heads * sizes.value_dim
+        # Queries and keys read the same tensor, but each its own copy in FP8.
+        outside += cut.factor * cut.stream(self.hidden) if is_fp8 and not cut.is_torch else 0
+        core = sums + (query if pads or is_fp8 else 0)
+        if not cut.is_torch:
+            # A checkpoint of core attention has the values without padding.
+            padding = query - value if pads else 0
+            expansion = normed + 2 * query + (0 if pads else value)
+            whole = outside + 3 * query + core
+            return Kept(whole, core + padding, sums + query + (query if pads else 0), expansion)
+        core_again = sums + query
+        if cut.context > 1:
+            # Keys and values of all ranks instead of the rank's, and the mask in the model's type.
+            gathered = 2 * query * cut.context + cut.item * cut.sequence_tokens
+            core, core_again = core + gathered - 2 * query, core_again + gathered
+        return Kept(outside + 3 * query + core, core, core_again)
+
+    def _latents(self, cut: TrainerCut) -> tuple[float, float]:
+        """Return the bytes of the latent vectors and their scales, and those of the normed ones."""
+        latents = normed = 0.0
+        ranks = [(self.sizes.key_value_rank, self.sizes.rotary_dim)]
+        if self.sizes.query_rank is not None:
+            ranks.append((self.sizes.query_rank, 0))
+        for rank, others in ranks:
+            # A copy in fp32 leaves out what is next to the vector.
+            latents += cut.norm(rank) + (cut.item * cut.stream(others) if cut.item == FP32 or not cut.is_torch else 0)
+            normed += (cut.item if cut.is_torch else cut.factor) * cut.stream(rank)
+        return latents, normed
 
     @property
     def attention_width(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 from megatron_dapo.rounding import round_up
 
@@ -35,6 +36,11 @@ class GatedMlp(LayerPart):
         yield from engine_gated("mlp.", engine_inner(self.inner, engine), "intermediate_size")
         if self.post_norm:
             yield Whole(self.post_norm, self.post_norm)
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        inner = self.inner // cut.tensor
+        after = cut.norm(self.hidden) if self.post_norm else 0
+        return Kept(cut.normed(self.hidden) + cut.gated_mlp(inner) + after, working=3 * cut.item * inner)
 
 
 def gated_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dapo.models.activations import Kept, TrainerCut
 from megatron_dapo.models.parts.mlp import engine_inner, gated_rows, gated_shapes, megatron_gated
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Stack, Whole
 
@@ -31,3 +32,8 @@ class GatedSharedExpert(LayerPart):
         yield Stack(_EXPERT + "gate_up_proj.weight", (gate, up))
         yield CutColumns(_EXPERT + "down_proj.weight", down)
         yield Whole(_GATE, _GATE)
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        # The routed experts' part counts the norm. The gate keeps itself and what it multiplies.
+        gate = cut.item * (cut.stream(self.hidden) + cut.local)
+        return Kept(cut.gated_mlp(self.inner // cut.tensor) + gate)

@@ -12,7 +12,7 @@
 The only home of these rules: the validator, the dry run and `megatron-dapo plan` read the same numbers. Imports no torch.
 """
 
-from megatron_dapo.plan.memory.activations import Kernels, chunks_in_flight, layer_bytes, recompute_of
+from megatron_dapo.plan.memory.activations import chunks_in_flight, layer_bytes, recompute_of, trainer_cut
 from megatron_dapo.plan.memory.adapters import policy_parameters, rank_adapters
 from megatron_dapo.plan.memory.engine import (
     SGLANG_VOCABULARY_MULTIPLE,

@@ -1,185 +1,65 @@
-"""Bytes that a training step keeps for its backward pass, depending on the layers' kernels and on recomputation.
+"""Bytes that a training step keeps for its backward pass, over layers, recomputation and micro-batches.
 
-There are two inventories of the tensors that one layer saves: for Transformer Engine's kernels on a GPU (arXiv
-2205.05198, table 2, without dropout, with grouped heads and gated MLPs), and for the layers of
-`megatron_dapo.megatron.layers` on a CPU, whose norms, rotary embedding and activation function keep intermediates that
-fused kernels recompute. `benchmarks/plan_memory.py` compares the second with real runs tensor by tensor;
-`benchmarks/results/gpu_step_*.json` has measurements to compare the first with.
+Parts of layers state what they keep (`models.activations`), by kernels. `benchmarks/plan_memory.py` compares torch's
+with real runs tensor by tensor; `benchmarks/results/gpu_step_*.json` has measurements to compare Transformer Engine's with
+(arXiv 2205.05198, table 2, without dropout, with grouped heads and gated MLPs).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.activations import FP32, Kernels, TrainerCut
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.plan.memory.parameters import FP32, ITEM_SIZES, attention_sizes, layers_of_stage
+from megatron_dapo.models.placement import LayerPart
+from megatron_dapo.plan.memory.parameters import ITEM_SIZES, layers_of_stage
 from megatron_dapo.precision import RECIPES, PrecisionRecipe, padded_tokens
-
-Kernels = Literal["transformer_engine", "torch"]
-
-INDEX = 8  # bytes of a torch index
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per token that one layer keeps for its backward pass, by the part that can be recomputed."""
+    """Bytes per token that one layer keeps for its backward pass, by what can be recomputed."""
 
-    attention: int  # norm, queries, keys, values and the output of core attention
-    core: int  # inside core attention, without the inputs that its recomputation needs
-    norm: int  # before the MLP or the experts
-    mlp: int  # the MLP, or router and experts
-    residual: int  # the layer's input, from which recomputation starts
-    input: int  # the norm's input, if the norm keeps the tensor itself and not a copy
-    core_again: int  # held by one recomputation of core attention
-
-    @property
-    def whole(self) -> int:
-        return self.attention + self.core + self.norm + self.mlp
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Sizes of a layer on a rank. Widths are numbers per token, counted over all tokens of a tensor-parallel group."""
-
-    architecture: ModelArchitecture
-    parallel: ParallelConfig
-    item: int  # bytes of a number
+    mixer: float  # norm and attention, or what is in its place
+    core: float  # of them, inside core attention, without the inputs that its recomputation needs
+    core_again: float  # held by one recomputation of core attention
+    expansion: float  # of the mixer, between latent vectors and core attention
+    mlp: float  # norm, and the MLP or router and experts
+    residual: float  # the layer's input, from which recomputation starts
+    input: float  # the norm's input, if the norm keeps the tensor itself and not a copy
 
     @property
-    def residual(self) -> int:
-        """Width of the residual stream, per token of the whole sequence."""
-        cut = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        return self.architecture.hidden_size // cut
-
-    @property
-    def query(self) -> int:
-        return attention_sizes(self.architecture)[0] // self.parallel.tp_size
-
-    @property
-    def group(self) -> int:
-        return attention_sizes(self.architecture)[1] // self.parallel.tp_size
-
-    @property
-    def heads(self) -> int:
-        """Query heads; each has a sum and a maximum in fp32."""
-        return self.architecture.num_attention_heads // self.parallel.tp_size
-
-    @property
-    def groups(self) -> int:
-        """Key-value heads."""
-        return self.architecture.num_key_value_heads // self.parallel.tp_size
-
-    @property
-    def inner(self) -> int:
-        return self.architecture.intermediate_size // self.parallel.tp_size
-
-    @property
-    def local(self) -> float:
-        """Share of the tokens that a rank routes."""
-        return 1 / self.parallel.tp_size if self.parallel.sequence_parallel else 1.0
-
-    @property
-    def copies(self) -> float:
-        """Rows per token that a rank's experts compute under balanced routing."""
-        expert_tensor = self.parallel.etp_size or self.parallel.tp_size
-        return self.local * self.architecture.num_experts_per_token * expert_tensor
-
-    @property
-    def expert_inner(self) -> int:
-        return self.architecture.moe_intermediate_size // (self.parallel.etp_size or self.parallel.tp_size)
+    def whole(self) -> float:
+        return self.mixer + self.mlp
 
 
-def layer_bytes(
-    architecture: ModelArchitecture,
-    parallel: ParallelConfig,
-    item: int,
-    kernels: Kernels = "transformer_engine",
-    is_fp8: bool = False,
-    sequence_tokens: int = 0,
-) -> LayerBytes:
-    """Return the bytes per token that one layer keeps, with `item` bytes per number and an attention that keeps no
-    scores.
-
-    `sequence_tokens`: length of the sequences; under context parallelism, torch's attention has a mask of this size.
-    """
-    shape = _Shape(architecture, parallel, item)
-    if kernels == "torch":
-        return _of_torch(shape, sequence_tokens)
-    return _of_transformer_engine(shape, 1 if is_fp8 else item)
+def trainer_cut(
+    parallel: ParallelConfig, item: int, kernels: Kernels, is_fp8: bool = False, sequence_tokens: int = 1
+) -> TrainerCut:
+    """Return a rank's share of a layer. `sequence_tokens`: length of the sequences."""
+    return TrainerCut(
+        kernels,
+        item,
+        1 if is_fp8 and kernels != "torch" else item,
+        parallel.tp_size,
+        parallel.cp_size,
+        parallel.etp_size or parallel.tp_size,
+        parallel.sequence_parallel,
+        sequence_tokens,
+    )
 
 
-def _of_transformer_engine(shape: _Shape, factor: int) -> LayerBytes:
-    """`factor`: bytes per number of the kept inputs of linear layers."""
-    a, item = shape.architecture, shape.item
-    norm = (item + factor) * shape.residual + FP32  # input, output and a scale
-    after = (item * shape.residual + FP32) if a.sandwich_norms else 0
-    heads = item * (2 * shape.query + 2 * shape.group)
-    if factor < item:  # attention keeps the output, the projection its copy
-        heads += factor * shape.query
-    if a.qk_norm:
-        heads += item * (shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
-    if a.num_experts:
-        # Per copy of a token: its expert's input and output, and the three products inside.
-        mlp = int(shape.copies * ((2 * a.hidden_size + 3 * shape.expert_inner) * item + FP32))
-    else:
-        mlp = (2 * item + factor) * shape.inner
-    residual, core = item * shape.residual, FP32 * shape.heads
-    core_again = core + item * shape.query
-    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, residual, core_again)
-
-
-def _of_torch(shape: _Shape, sequence_tokens: int) -> LayerBytes:
-    a, item = shape.architecture, shape.item
-    # Input and normalized input in fp32, a scale, and the output.
-    norm = _torch_norm(shape.residual) + item * shape.residual
-    after = _torch_norm(shape.residual) if a.sandwich_norms else 0
-    heads, core, core_again = _torch_heads(shape, sequence_tokens)
-    mlp = _torch_experts(shape) if a.num_experts else 5 * shape.inner * item
-    residual = item * shape.residual
-    # A 16-bit input is kept as an fp32 copy.
-    kept = residual if item == FP32 else 0
-    return LayerBytes(norm + heads + after, core, norm, mlp + after, residual, kept, core_again)
-
-
-def _torch_norm(width: int) -> int:
-    return 2 * FP32 * width + FP32
-
-
-def _torch_heads(shape: _Shape, sequence_tokens: int) -> tuple[int, int, int]:
-    """Return the bytes from the norm to the output of core attention, those that core attention keeps instead of its
-    inputs, and those that its recomputation holds."""
-    context, item = shape.parallel.cp_size, shape.item
-    projected = item * (shape.query + 2 * shape.group)  # kept whole, because the values are part of it
-    inputs = item * (shape.query + shape.group) + projected
-    core = FP32 * shape.heads
-    core_again, freed = core + item * shape.query, 0
-    is_fp32_norm = shape.architecture.qk_norm and item == FP32
-    if context > 1:
-        # Keys and values of all ranks instead of the rank's, and the mask in the model's type.
-        gathered = 2 * item * shape.group * context + item * sequence_tokens
-        core, core_again = core + gathered, core_again + gathered
-        freed = item * shape.group + (0 if is_fp32_norm else projected)
-    num_bytes = inputs + item * shape.query
-    if shape.architecture.qk_norm:
-        num_bytes += FP32 * (2 * shape.query + shape.group) + FP32 * (shape.heads + shape.groups)
-        # In fp32, keys are part of the projection, otherwise fp32 copies; the same holds for the queries of a single
-        # group.
-        num_bytes += 0 if is_fp32_norm else FP32 * shape.group
-        num_bytes -= FP32 * shape.query if is_fp32_norm and shape.groups == 1 else 0
-    return num_bytes, core - freed, core_again
-
-
-def _torch_experts(shape: _Shape) -> int:
-    a, item = shape.architecture, shape.item
-    # A token's probabilities and indices over all experts, and over the chosen ones.
-    router = shape.local * (2 * FP32 * a.num_experts + a.num_experts + FP32)
-    router += shape.local * a.num_experts_per_token * (FP32 + 2 * INDEX)
-    # Per copy: the expert's input, [gate; up], the activation, up, their product, and the product times its
-    # probability.
-    return int(router + shape.copies * (item * (a.hidden_size + 6 * shape.expert_inner) + FP32))
+def layer_bytes(parts: Sequence[LayerPart], hidden_size: int, cut: TrainerCut) -> LayerBytes:
+    """Return the bytes per token that a layer of these parts keeps; its attention keeps no scores."""
+    mixer, *others = (part.kept(cut) for part in parts)
+    residual = cut.item * cut.stream(hidden_size)
+    # torch's norm keeps an fp32 copy of a 16-bit input.
+    kept = 0 if cut.is_torch and cut.item < FP32 else residual
+    mlp = sum(part.whole for part in others)
+    return LayerBytes(mixer.whole, mixer.core, mixer.core_again, mixer.expansion, mlp, residual, kept)
 
 
 # ---- what is kept, over layers and micro-batches
@@ -206,23 +86,50 @@ def recompute_of(config: Config) -> Recompute:
     return Recompute()
 
 
-def kept_bytes(layer: LayerBytes, recompute: Recompute, num_layers: int) -> tuple[float, float]:
-    """Return the bytes per token that a chunk of layers keeps, and those that the first recomputation of its backward
-    pass adds before anything is freed."""
-    if recompute.block:
-        first = num_layers if recompute.num_layers is None else min(recompute.num_layers, num_layers)
-        kept = first * layer.residual / recompute.block + (num_layers - first) * layer.whole
-        # Later layers are freed before the first ones are recomputed.
-        return kept, recompute.block * layer.whole - layer.input if first == num_layers else 0
-    kept, again, after_attention = float(layer.whole), 0, layer.mlp + layer.norm
-    if recompute.modules & {"mlp", "moe"}:
+def kept_bytes(layers: Sequence[LayerBytes], recompute: Recompute) -> tuple[float, float]:
+    """Return the bytes per token that a chunk of layers keeps, and the most that its backward pass holds beyond them while it
+    recomputes; layers behind are freed by then."""
+    pieces = list(_pieces(layers, recompute))
+    total = held = sum(kept for kept, _ in pieces)
+    most = 0.0
+    for kept, again in reversed(pieces):
+        most = max(most, held + again - total)
+        held -= kept
+    return total, most
+
+
+def _pieces(layers: Sequence[LayerBytes], recompute: Recompute) -> Iterator[tuple[float, float]]:
+    """Yield the bytes that each piece keeps, and those that its recomputation adds; it is a layer, or layers that are
+    recomputed together."""
+    if not recompute.block:
+        yield from (_layer_piece(layer, recompute.modules) for layer in layers)
+        return
+    first = len(layers) if recompute.num_layers is None else min(recompute.num_layers, len(layers))
+    for start in range(0, first, recompute.block):
+        block = layers[start : min(start + recompute.block, first)]
+        yield block[0].residual, sum(layer.whole for layer in block) - block[0].input
+    yield from ((layer.whole, 0) for layer in layers[first:])
+
+
+def _layer_piece(layer: LayerBytes, modules: frozenset[str]) -> tuple[float, float]:
+    kept, again, after_attention = layer.whole, 0.0, layer.mlp
+    if modules & {"mlp", "moe"}:
         kept += layer.residual - after_attention
         again, after_attention = after_attention - layer.input, layer.residual
-    if "core_attn" in recompute.modules:
-        kept -= layer.core
-        # The part of the layer after attention is freed before attention is recomputed.
-        again = max(again, layer.core_again - after_attention)
-    return num_layers * kept, again
+    # The part of the layer after attention is freed before attention is recomputed.
+    attention_again = -after_attention
+    if "mla_up_proj" in modules:
+        kept, attention_again = kept - layer.expansion, attention_again + layer.expansion
+    if "core_attn" in modules:
+        kept, attention_again = kept - layer.core, attention_again + layer.core_again
+    return kept, max(again, attention_again)
+
+
+def chunks_of_stage(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> list[list[int]]:
+    """Return the layers of each chunk of a stage, in the order of a forward pass."""
+    layers = sorted(layers_of_stage(architecture, parallel, stage))
+    size = len(layers) // parallel.vpp_size
+    return [layers[chunk * size : (chunk + 1) * size] for chunk in range(parallel.vpp_size)]
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
@@ -244,46 +151,72 @@ def is_fp8(config: Config) -> bool:
     return RECIPES.get(config.precision.recipe, PrecisionRecipe()).is_fp8
 
 
-def layer_of(config: Config, architecture: ModelArchitecture, kernels: Kernels) -> LayerBytes:
-    """Return the bytes per token that one layer of the configuration keeps."""
-    item = ITEM_SIZES[config.model.dtype]
+def cut_of(config: Config, kernels: Kernels) -> TrainerCut:
+    """Return a rank's share of a layer of the configuration."""
     longest = min(config.longest_sequence, config.training.micro_batch_tokens)
-    return layer_bytes(architecture, config.parallel, item, kernels, is_fp8(config), longest)
+    return trainer_cut(config.parallel, ITEM_SIZES[config.model.dtype], kernels, is_fp8(config), longest)
 
 
 def activation_bytes(
     config: Config, architecture: ModelArchitecture, stage: int, kernels: Kernels = "transformer_engine"
 ) -> int:
     """Return the peak bytes kept for the backward pass, without the log-prob head."""
-    parallel, tokens = config.parallel, tokens_of_rank(config)
-    layer = layer_of(config, architecture, kernels)
-    recompute = recompute_of(config)
-    layers_of_chunk = len(layers_of_stage(architecture, parallel, stage)) // parallel.vpp_size
-    kept, again = kept_bytes(layer, recompute, layers_of_chunk)
-    num_bytes = chunks_in_flight(parallel, stage) * kept
+    recompute, cut, parallel = recompute_of(config), cut_of(config, kernels), config.parallel
+    kinds = {parts: layer_bytes(parts, architecture.hidden_size, cut) for parts in architecture.kinds_of_layers}
+    chunks = [
+        kept_bytes([kinds[architecture.parts(layer)] for layer in layers], recompute)
+        for layers in chunks_of_stage(architecture, parallel, stage)
+    ]
+    tables = last = 0.0
     if kernels == "torch":
-        tables, last = _shared_bytes(config, architecture, stage, recompute)
-        # The last norm is freed before anything is recomputed.
-        num_bytes, again = num_bytes + tables, max(again, last)
-    return int(tokens * (num_bytes + again))
+        tables, last = _shared_bytes(config, architecture, stage, recompute, cut)
+    return int(tokens_of_rank(config) * (_peak(chunks, parallel, stage, last) + tables))
 
 
-def _shared_bytes(config: Config, architecture: ModelArchitecture, stage: int, recompute: Recompute) -> tuple[int, int]:
+def _peak(chunks: Sequence[tuple[float, float]], parallel: ParallelConfig, stage: int, last: float) -> float:
+    """Return the most bytes per token that a stage's chunks hold, while one forward and one backward pass alternate; `last`:
+    bytes after the last layer, which are freed before it."""
+    # Both passes go through the chunks in turns of as many micro-batches as there are stages (arXiv:2104.04473, section 2.2).
+    size = len(chunks)
+    order = [index // parallel.pp_size % size for index in range(2 * parallel.pp_size * size + chunks_in_flight(parallel, stage))]
+    held, most = sum(chunks[chunk][0] for chunk in order[: chunks_in_flight(parallel, stage)]), 0.0
+    for index, begun in enumerate(order[chunks_in_flight(parallel, stage) :]):
+        kept, again = chunks[size - 1 - order[index]]
+        most = max(most, held + max(again, last))
+        held += chunks[begun][0] - kept
+    return most
+
+
+def _shared_bytes(
+    config: Config, architecture: ModelArchitecture, stage: int, recompute: Recompute, cut: TrainerCut
+) -> tuple[float, float]:
     """Return the bytes per token outside the layers on a CPU: cosines and sines of each micro-batch, and the last
     norm."""
-    item, parallel = ITEM_SIZES[config.model.dtype], config.parallel
-    tables = 2 * item * architecture.head_dim
+    parallel, layers = config.parallel, layers_of_stage(architecture, config.parallel, stage)
+    width = architecture.rotary_dim or architecture.head_dim
+    if architecture.latent is not None:
+        width = architecture.latent.rotary_dim
+    tables = float(2 * cut.item * width * _num_tables(architecture, layers))
     if not (recompute.block and recompute.num_layers is None):
         # All chunks of a micro-batch share the cosines and sines.
         tables *= -(-chunks_in_flight(parallel, stage) // parallel.vpp_size)
-    width = _Shape(architecture, parallel, item).residual
-    return tables, _torch_norm(width) if stage == parallel.pp_size - 1 else 0
+    return tables, cut.norm(architecture.hidden_size) if stage == parallel.pp_size - 1 else 0
 
 
-def working_bytes(config: Config, architecture: ModelArchitecture) -> int:
-    """Return the bytes of the gradients inside the layer whose backward pass is running."""
-    shape = _Shape(architecture, config.parallel, ITEM_SIZES[config.model.dtype])
-    mlp = 3 * shape.inner
-    if architecture.num_experts:
-        mlp = int(shape.copies * (2 * architecture.hidden_size + 3 * shape.expert_inner))
-    return tokens_of_rank(config) * shape.item * (mlp + 2 * architecture.hidden_size)
+def _num_tables(architecture: ModelArchitecture, layers: frozenset[int]) -> int:
+    """Return how many rotary bases these layers have."""
+    delta, local = (one.layers if one else frozenset() for one in (architecture.delta, architecture.local))
+    attending = layers - delta
+    return bool(attending & local) + bool(attending - local)
+
+
+def working_bytes(
+    config: Config, architecture: ModelArchitecture, kernels: Kernels = "transformer_engine"
+) -> tuple[int, int]:
+    """Return the bytes of the gradients inside the layer whose backward pass is running, and those that a layer holds in a
+    pass without gradients: inputs, outputs and inner products, as large as their gradients."""
+    cut, tokens = cut_of(config, kernels), tokens_of_rank(config)
+    found = [part.kept(cut) for part in {part for parts in architecture.kinds_of_layers for part in parts}]
+    stream = 2 * cut.item * architecture.hidden_size
+    working = max(part.working for part in found)
+    return int(tokens * (stream + working)), int(tokens * (stream + max(working, *(part.forward for part in found))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_dapo.config.model_schema import PIECE_ELEMENTS
@@ -99,9 +100,11 @@ def model_memory(
     kernels: Kernels = "transformer_engine",
 ) -> ModelMemory:
     """Return the memory of the policy, or of the critic given `as_critic`, on the rank of `processes` that needs most."""
-    # Stages after the second need not be checked: they have fewer micro-batches in flight, and neither embedding nor
-    # head. The second may have more layers than the first.
-    stages = {0, min(1, config.parallel.pp_size - 1), config.parallel.pp_size - 1}
+    stages: Iterable[int] = range(config.parallel.pp_size)
+    if len(architecture.kinds_of_layers) == 1:
+        # Stages after the second need not be checked: they have fewer micro-batches in flight, and neither embedding nor
+        # head. The second may have more layers than the first.
+        stages = {0, min(1, config.parallel.pp_size - 1), config.parallel.pp_size - 1}
     return max(
         (stage_memory(config, architecture, processes, stage, has_value_head, kernels) for stage in stages),
         key=lambda memory: memory.training,
@@ -128,7 +131,7 @@ def stage_memory(
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
     share = optimizer_share(config.parallel, trained, processes)
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head
-    working = working_bytes(config, architecture)
+    working, forward = working_bytes(config, architecture, kernels)
     head = head_bytes(config, architecture, kernels) if has_head else 0
     bytes_each = main_param + NUM_MOMENTS * FP32
     largest = max(
@@ -144,9 +147,7 @@ def stage_memory(
         working=working,
         head=head,
         overlap=_overlap_bytes(config, architecture),
-        # Layers run one after the other; their inputs, outputs and inner products are as large as the gradients of
-        # these.
-        forward=working + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
+        forward=forward + (head_bytes(config, architecture, kernels, trains=False) if has_head else 0),
         saved=(ITEM_SIZES[config.model.dtype] + bytes_each) * own_share(config.parallel, trained if has_adapters else held, processes),
     )
 

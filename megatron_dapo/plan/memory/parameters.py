@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.models.activations import FP32
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.placement import LayerPart, PerExpert, num_elements
 from megatron_dapo.models.stages import layers_of_chunk
@@ -16,7 +17,6 @@ from megatron_dapo.rounding import round_up
 
 VOCABULARY_MULTIPLE = 128  # Megatron-core pads the vocabulary to a multiple of this times the tensor-parallel size
 ITEM_SIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
-FP32 = 4  # bytes
 NUM_MOMENTS = 2
 
 

@@ -13,6 +13,7 @@ from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
@@ -29,7 +30,9 @@ from megatron_dapo.plan.memory import (
     rank_parameters,
     run_memory,
     stage_memory,
+    trainer_cut,
 )
+from megatron_dapo.plan.memory.activations import LayerBytes
 from megatron_dapo.plan.memory.batch import TOKEN_BYTES
 from megatron_dapo.rounding import GIB
 from tests.unit.config.architectures import DENSE, EXPERTS, GEMMA3, GEMMA3_4B, QWEN_7B, QWEN_14B, QWEN_32B
@@ -220,6 +223,11 @@ def test_copies_in_memory_count_as_host_memory_up_to_their_limit(mode: str, time
 # ---- activations
 
 
+def layer_of(facts: ModelArchitecture, parallel: ParallelConfig, item: int) -> LayerBytes:
+    """What Transformer Engine's layers keep of the first one."""
+    return layer_bytes(facts.parts(0), facts.hidden_size, trainer_cut(parallel, item, "transformer_engine"))
+
+
 def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
     """arXiv 2205.05198, equation 4 with separate heads for every key, an MLP without a gate, and dropout:
     34 sbh / t without the scores, of which 2 sbh are dropout's masks."""
@@ -228,18 +236,18 @@ def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
     )
     hidden, inner = facts.hidden_size, facts.intermediate_size
 
-    def scales(tensor: int) -> int:
+    def scales(tensor: int, local: float) -> float:
         """Bytes that the published formula leaves out: an fp32 number of each norm, and of each head's softmax."""
-        return 4 * (2 + facts.num_attention_heads // tensor)
+        return 4 * (2 * local + facts.num_attention_heads // tensor)
 
     for tensor in (1, 2, 4):
         parallel = ParallelConfig(tp_size=tensor, sequence_parallel=tensor > 1)
         gate = 2 * inner // tensor  # bytes: the gated MLP keeps [gate; up], the published one keeps one
         published = (34 - 2) * hidden // tensor
         assert inner == 4 * hidden
-        assert layer_bytes(facts, parallel, 2).whole - gate - scales(tensor) == published
+        assert layer_of(facts, parallel, 2).whole - gate - scales(tensor, 1 / tensor) == published
     # Without sequence parallelism inputs and outputs of norms are whole on every rank: 10 + 24 / t, less the masks.
-    whole = layer_bytes(facts, ParallelConfig(tp_size=4), 2).whole - 2 * inner // 4 - scales(4)
+    whole = layer_of(facts, ParallelConfig(tp_size=4), 2).whole - 2 * inner // 4 - scales(4, 1)
     assert whole == (10 - 2 + 24 / 4) * hidden
 
 
@@ -267,7 +275,7 @@ def test_recomputation_keeps_less_the_more_is_computed_again() -> None:
     assert found["none"] > found["core attention"] > found["mlp"] > found["layers"]
     assert found["none"] > found["half of the layers"] > found["layers"]
     # Whole layers: the inputs of all, and one layer that is computed again.
-    tokens, layer = kinds["layers"].training.micro_batch_tokens, layer_bytes(facts, ParallelConfig(), 2).whole
+    tokens, layer = kinds["layers"].training.micro_batch_tokens, layer_of(facts, ParallelConfig(), 2).whole
     assert found["layers"] == tokens * (28 * 2 * facts.hidden_size + layer - 2 * facts.hidden_size)
     assert found["none"] == tokens * 28 * layer
 
@@ -369,7 +377,7 @@ def saved_bytes(tokens: int) -> int:
 def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_autograd_keeps() -> None:
     facts = parse_architecture({**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8})
     tokens = 64
-    formula = tokens * layer_bytes(facts, ParallelConfig(), 4).whole
+    formula = tokens * layer_of(facts, ParallelConfig(), 4).whole
     exact = saved_bytes(tokens)
     # Unfused norms, rotary embeddings and SiLU keep intermediates that fused kernels recompute.
     assert 0.45 * exact < formula < exact
