@@ -72,9 +72,9 @@ from megatron_dapo.types import (
     TrainSample,
 )
 
-VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
+VOCAB_SIZE = 151936  # Qwen2's: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
-TEXT_BYTES_PER_TOKEN = 4  # of English text and formulas
+TEXT_BYTES_PER_TOKEN = 4  # English text and formulas
 NUM_ANSWERS = 16  # distinct answers
 NUM_ROUTED_ANSWERS = 2  # the same with routing: 12 MB each
 EXPERTS = RoutingShape(num_layers=48, experts_per_token=8, num_experts=128)  # Qwen3-30B-A3B

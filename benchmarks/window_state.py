@@ -32,7 +32,7 @@ from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
 
-VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
+VOCAB_SIZE = 151936  # Qwen2's: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
 
 

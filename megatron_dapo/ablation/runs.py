@@ -125,12 +125,12 @@ def _critic_directory(grid: Grid, variant: Variant, overrides: Sequence[str], ma
     )
 
 
-def settings_hash(config: Config, beside: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+def settings_hash(config: Config, extra: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     """Hash the values of `config` that differ from the schema's defaults, and the contents of its inputs.
 
     `without`: sections to leave out. A changed default is a change of the code, which the commit shows.
     """
-    values: dict[str, Any] = dict(beside)
+    values: dict[str, Any] = dict(extra)
     for path in leaf_fields():
         section, _, name = path.rpartition(".")
         if (

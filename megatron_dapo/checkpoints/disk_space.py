@@ -27,7 +27,7 @@ class CheckpointSpace:
     directory: Path
     needed: int  # bytes beyond those already on disk
     free: int
-    formula: str  # how `needed` is computed, with its numbers
+    formula: str  # computation of `needed`, with its numbers
 
     def require(self) -> None:
         """Raise ConfigError with both numbers if the free space is too small."""

@@ -16,7 +16,7 @@ class KeepPolicy:
     last: int = 1  # newest valid ones
     every: int = 0  # keep every multiple of this many steps forever; 0: none
     best: str = ""  # evaluation metric whose best checkpoint is kept; "": none
-    best_is: str = "higher"  # or "lower"
+    best_is: str = "higher"  # "higher" or "lower"
 
 
 def steps_to_delete(

@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """embedded: transformers generation inside the trainer's processes, with weights from the weight bridge. sglang:
     SGLang servers."""
 
-    prompts_per_step: PositiveInt = 512  # with 16 responses each, the rollout batch of DAPO's paper
+    prompts_per_step: PositiveInt = 512  # 16 responses each: the rollout batch of DAPO's paper
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
 
     group_size: PositiveInt = 16

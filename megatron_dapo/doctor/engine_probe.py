@@ -22,7 +22,7 @@ GPU_MODULES = ("sgl_kernel", "sgl_kernel.flash_attn", "flashinfer", "torch_memor
 class EngineLibraries:
     """Libraries of the engines' environment, as its interpreter sees them."""
 
-    error: str = ""  # why SGLang cannot be imported; the other fields are then unknown
+    error: str = ""  # reason SGLang cannot be imported; the other fields are then unknown
     torch: str = ""
     cuda: str | None = None  # toolkit that torch was built with; None: a CPU build
     nccl: str | None = None

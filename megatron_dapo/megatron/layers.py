@@ -74,7 +74,7 @@ class PostNorm(_RowParallel):
         """Map [tokens, 1, this rank's inputs] to [tokens, 1, output_size], and return the bias (None)."""
         # By now the output is summed over tensor ranks and, under sequence parallelism, cut by tokens.
         output, bias = super().forward(hidden)
-        if (adapter := getattr(self, "adapter", None)) is not None:  # of `lora.attach_adapters`
+        if (adapter := getattr(self, "adapter", None)) is not None:  # `lora.attach_adapters` sets it.
             output = adapter.add_to(output, hidden)
         return self.post_layernorm(output), bias
 

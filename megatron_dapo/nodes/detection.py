@@ -145,7 +145,7 @@ def find_outlier(
     starts, need = range(0, num_seconds - WINDOW + 1, WINDOW), settings.num_windows
     scores = _scores_of_runs(distances, starts, settings)
     is_candidate = scores > 0
-    is_run = is_candidate.unfold(0, need, 1).all(-1)  # of `need` windows from this one on, [num_runs, num_nodes]
+    is_run = is_candidate.unfold(0, need, 1).all(-1)  # [num_runs, num_nodes], `need` windows from this one on
     is_run[1:] &= ~is_candidate[: len(is_run) - 1]  # keep the first run
     if num_first := min(need, settings.group_s // WINDOW):
         shares = is_candidate.float().unfold(0, num_first, 1).mean(-1)[: len(is_run)]

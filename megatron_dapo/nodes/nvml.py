@@ -9,7 +9,7 @@ from typing import Any
 _LIBRARY = "libnvidia-ml.so.1"
 _NVLINK_FIELDS = (138, 139)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB so far
 _ALL_LINKS = 0xFFFFFFFF
-_MOST_PROCESSES = 64  # per GPU
+_MOST_PROCESSES = 64  # limit per GPU
 _NOT_TOLD = 0xFFFFFFFFFFFFFFFF
 
 

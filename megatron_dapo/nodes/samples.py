@@ -96,7 +96,7 @@ class NodeAlert:
     node: str
     metric: str
     since: float  # unix time of the first window, seconds
-    seconds: float  # from `since` to the end of the last window looked at
+    seconds: float  # time between `since` and the end of the last window looked at
     score: float  # mean z-score over those windows as a share of the largest one possible, sqrt(n - 1); at most 1
     value: float  # mean of the metric on the node over that time, in its unit
     others: float  # median of that mean over the nodes it was compared with

@@ -93,7 +93,7 @@ DELTA = {  # a gated delta net in all layers but one, partly rotated heads
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     "head_dim": 24,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "full_attention_interval": 4,  # which SGLang reads instead
+    "full_attention_interval": 4,  # SGLang reads it instead.
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 10,

@@ -206,7 +206,7 @@ class ChatEndpoint:
     def _session_of(self, http: web.Request) -> Session:
         scheme, _, key = http.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            key = http.headers.get("x-api-key", "")  # as Anthropic's clients send it
+            key = http.headers.get("x-api-key", "")  # Anthropic's clients send it.
         session = self._sessions.get(key)
         if session is None:
             raise web.HTTPUnauthorized(text="the API key belongs to no open episode")

@@ -241,7 +241,7 @@ def _store_gradients(
 def logit_gradients(
     hidden,
     weight,
-    target_columns,  # to `gradients`: see `_store_gradients`
+    target_columns,  # columns of `gradients`, see `_store_gradients`
     maxima,
     one_over_totals,
     constants,

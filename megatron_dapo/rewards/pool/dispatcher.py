@@ -269,7 +269,7 @@ class Dispatcher(WorkerOwner[VerifierProcess]):
             self._worker_failed_to_start(worker, reason or "the verifier process ended before it was ready")
             return
         self.counts["crashed"] += 1
-        exit_code = worker.exit_code()  # before `_remove`, which kills it
+        exit_code = worker.exit_code()  # Read it before `_remove` kills the worker.
         if exit_code == TOO_MANY_PROCESSES:
             reason = reason or "the user's function had more than reward.max_processes processes"
         is_killed = reason is None and exit_code == -signal.SIGKILL

@@ -81,7 +81,7 @@ def _read_only(target: str) -> None:
     attributes = ctypes.create_string_buffer(struct.pack("QQQQ", 1 | 2, 0, 0, 0))  # read-only, no set-user-id
     try:
         _call("syscall", _SYS_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, ctypes.c_size_t(32))
-    except OSError:  # before Linux 5.12: only the mount itself, with the flags that it must keep
+    except OSError:  # Linux before 5.12: only the mount itself, with the flags that it must keep
         kept = os.statvfs(target).f_flag & 0xFFF
         mount("none", target, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_RELATIME | kept)
 

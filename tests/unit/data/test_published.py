@@ -69,7 +69,7 @@ def test_copies_and_conflicts_leave_the_training_set(dapo_rows, row, write, tmp_
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_an_aime_file_of_32_copies_becomes_30_problems(kind, dapo_rows, write, tmp_path, tokenizer):
-    answers = [f"{7 * i:03d}" for i in range(30)]  # as AIME writes them; the verifier compares texts
+    answers = [f"{7 * i:03d}" for i in range(30)]  # AIME writes them so; the verifier compares texts
     source = write("aime-2024.parquet", dapo_rows(answers, 32))
     card = prepare("aime2024", [source], tmp_path / f"aime2024.{kind}")
     assert (card.num_rows, card.num_written, card.copies_min, card.copies_max) == (960, 30, 32, 32)

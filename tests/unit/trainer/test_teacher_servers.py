@@ -38,7 +38,7 @@ class FakeClient:
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         if max(ids) >= len(self.words):
             raise EngineHttpError(self.name, "POST /generate", 400, "beyond the vocabulary")
-        return [self.words[index if index + 1 < len(self.words) else 0] for index in ids]  # as SGLang shows the highest
+        return [self.words[index if index + 1 < len(self.words) else 0] for index in ids]  # SGLang shows the highest as 0.
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_rounds_and_syncs_share_memory_and_messages_under_way_do_not(monkeypatch
     forward = Forwarding(nodes, peers)
     sync(forward)
     first = set(peers.blocks)
-    assert len(first) < 10  # of 40 messages
+    assert len(first) < 10  # 40 messages in all
     sync(forward)
     assert peers.blocks == first and not peers.in_flight
     sync(forward, rounds=5)  # it fails with messages under way

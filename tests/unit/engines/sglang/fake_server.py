@@ -42,7 +42,7 @@ FAULTS = (
     "positive",  # a log-prob above 0
     "other_vocabulary",  # ids beyond the vocabulary
     "unknown_reason",
-    "nan_stop",  # what SGLang reports for logits that are not numbers
+    "nan_stop",  # SGLang's report of logits that are not numbers
     "short",  # finish reason length before the length
     "behind_stop",  # tokens after a stop id
     "unsuccessful",  # HTTP 200, success: false

@@ -46,4 +46,4 @@ def test_kernels_for_cpus_can_be_imported_but_not_called() -> None:
     package = _kernel_package()
     with pytest.raises(NotImplementedError, match="sgl_kernel.a_kernel_cpu: SGLang's kernels for CPUs are not installed"):
         package.a_kernel_cpu(1, out=2)
-    assert not hasattr(package, "a_kernel")  # as SGLang asks whether a kernel for GPUs is there
+    assert not hasattr(package, "a_kernel")  # SGLang's question whether a kernel for GPUs is there
