@@ -51,10 +51,7 @@ SETTINGS = (
     "checkpoint.interval=0",
     "checkpoint.keep=1",
     "telemetry.tensorboard=false",
-    "evaluation.interval=0",
-    "evaluation.at_start=false",
-    "evaluation.at_end=false",
-    "data.eval_paths=[]",
+    *options.NO_EVALUATION,
 )
 MANTISSA_BITS = 7
 

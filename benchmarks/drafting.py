@@ -48,10 +48,7 @@ SETTINGS = (
     "telemetry.tensorboard=false",
     "checkpoint.interval=0",
     "checkpoint.export_huggingface=false",
-    "evaluation.interval=0",
-    "evaluation.at_start=false",
-    "evaluation.at_end=false",
-    "data.eval_paths=[]",
+    *options.NO_EVALUATION,
 )
 Response = tuple[tuple[int, ...], list[int]]  # prompt, response
 

@@ -10,6 +10,22 @@ from typing import Any
 
 # Responses keep their length: shorter ones would all be cut and wrong, and no group would teach anything.
 TINY_STEP = ("rollout.prompts_per_step=4", "training.mini_batch_prompts=4", "rollout.group_size=4")
+# Random weights solve nothing: what differs within a group is how improbable responses were.
+RANDOM_WEIGHTS = (
+    "rollout.filter_groups=false",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "reward.perplexity_penalty.enabled=true",
+    "reward.perplexity_penalty.start=0.01",
+    "reward.perplexity_penalty.end=20.0",
+)
+# No evaluation at any step.
+NO_EVALUATION = (
+    "data.eval_paths=[]",
+    "evaluation.interval=0",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+)
 
 
 def parser(description: str | None, tiny: str) -> argparse.ArgumentParser:

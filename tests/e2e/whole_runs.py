@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import NO_EVALUATION
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 400.0
 COMMAND_TIMEOUT_S = 400.0
 
-NO_EVALUATION = ("data.eval_paths=[]", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0")
 # Equal steps, so that runs in other layouts or with a resume are compared step by step.
 STEADY = (
     "optimizer.schedule=constant",

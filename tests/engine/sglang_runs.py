@@ -11,31 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import NO_EVALUATION, RANDOM_WEIGHTS
 from tools.prove_resume import QUICKSTART
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 RUN_S = 600.0
 # The first step trains the policy that was sampled from: both must give every token the same log-prob.
-SETTINGS = (
-    'rollout.engine="sglang"',
-    "data.eval_paths=[]",
-    "evaluation.interval=0",
-    "evaluation.at_start=false",
-    "evaluation.at_end=false",
-    "mismatch.step0_max_mean_abs=1e-4",
-)
-# Untrained weights solve nothing: what differs within a group is how improbable responses were.
-UNTRAINED = (
-    "rollout.filter_groups=false",
-    "rollout.oversample=1.0",
-    "rollout.max_staleness=0",
-    "reward.perplexity_penalty.enabled=true",
-    "reward.perplexity_penalty.start=0.01",
-    "reward.perplexity_penalty.end=20.0",
-    "run.total_steps=3",
-    "sglang.parity_interval=1",
-)
+SETTINGS = ('rollout.engine="sglang"', *NO_EVALUATION, "mismatch.step0_max_mean_abs=1e-4")
+UNTRAINED = (*RANDOM_WEIGHTS, "run.total_steps=3", "sglang.parity_interval=1")
 
 
 def add_tokenizer(save_model: Callable[..., Path], directory: Path, **fields: Any) -> Path:
