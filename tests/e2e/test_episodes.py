@@ -188,6 +188,7 @@ def test_windows_of_episodes_are_trained_once_and_a_resumed_run_is_the_same(tmp_
     assert rows_of(run, "samples.jsonl") == samples
 
 
+@pytest.mark.long  # T-PPO trains a critic on episodes above
 def test_vapo_trains_episodes(tmp_path: Path) -> None:
     write_game(tmp_path)
     run = train_with_critic(tmp_path, "vapo", "run.total_steps=1", "advantage_estimation.lambda_rule=length_adaptive")

@@ -28,15 +28,15 @@ def scraped(port: int) -> dict[str, float] | None:
         return None
 
 
-def two_steps(recipe: Path, directory: Path, port: int, layout: str) -> RunProcess:
+def two_steps(recipe: Path, directory: Path, port: int) -> RunProcess:
     """Start a run that serves its metrics at `port`."""
-    settings = ResumeProofSettings(recipe, layout, directory, TWO_STEPS, run_timeout_s=RUN_TIMEOUT_S)
+    settings = ResumeProofSettings(recipe, "tp1", directory, TWO_STEPS, run_timeout_s=RUN_TIMEOUT_S)
     return RunProcess(settings, directory / "run", (f"telemetry.prometheus_port={port}",))
 
 
 def test_a_run_is_scraped_while_it_trains(recipe: Path, tmp_path: Path) -> None:
     port = free_port()
-    run = two_steps(recipe, tmp_path, port, "dp2")
+    run = two_steps(recipe, tmp_path, port)
     scrapes: dict[float, dict[str, float]] = {}
 
     def sees_the_last_step() -> bool:
@@ -67,7 +67,7 @@ def test_a_run_is_scraped_while_it_trains(recipe: Path, tmp_path: Path) -> None:
 def test_a_run_whose_port_is_in_use_is_refused_in_one_line(recipe: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        run = two_steps(recipe, tmp_path, port, "tp1")
+        run = two_steps(recipe, tmp_path, port)
         assert run.wait() == 1
     assert f"ValueError: telemetry.prometheus_port = {port}: Address already in use" in run.exit_reason()
     assert not (run.directory / "metrics.jsonl").exists()

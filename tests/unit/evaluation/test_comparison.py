@@ -78,11 +78,11 @@ def test_intervals_of_block_means_hold_the_truth(rho):
 def test_sampling_intervals_hold_the_models_true_score():
     rng = random.Random(3)
     held = 0
-    for seed in range(300):
+    for seed in range(100):
         rates = [rng.random() ** 2 for _ in range(30)]
         low, high = sampling_interval(result_of(rates, seed))
         held += low <= sum(rates) / 30 <= high
-    assert 0.92 <= held / 300 <= 0.98
+    assert 90 <= held <= 99
 
 
 def test_two_runs_of_one_recipe_are_on_track(tmp_path):
