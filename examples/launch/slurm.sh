@@ -42,7 +42,7 @@ export MASTER_ADDR=${hosts%%$'\n'*}                                   # the firs
 [ -z "${MASTER_PORT:-}" ] || export MASTER_PORT # the dry run checks it
 megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run "$inputs"
 options=()
-for option in "$@"; do [ "$option" = --verbose ] || options+=("$option"); done # of the pre-flight, which has no more to say
+for option in "$@"; do [ "$option" = --verbose ] || options+=("$option"); done # the pre-flight has no more to say
 if [ "$command" = pretrain-value ]; then
     set -- "$@" --pretrain-value
 fi
@@ -54,7 +54,7 @@ export MASTER_PORT=${MASTER_PORT:-$port}
 # When the job ends: the time left after a signal decides whether a checkpoint is begun.
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
 export SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # without it NCCL fails without saying why
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why it fails
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # else each rank warns that an address has no reverse name
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLS takes 2 GB of a GPU for each process group
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks. A
@@ -80,7 +80,7 @@ has_others() {
 # requeue NODES: start the job again, without NODES. One that scancel or its time limit is ending is not: its tasks end as at every stop.
 requeue() {
     [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || return 0
-    trap '' TERM # of the requeue, before the next line is done
+    trap '' TERM # the requeue sends it before the next line is done
     scontrol requeue "$SLURM_JOB_ID"
     if [ -n "$1" ] && has_others "$1"; then
         # Found by their metrics (nodes.action) or by failures (run.max_node_failures). What sbatch --exclude named stays out too.
