@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,6 +27,8 @@ from megatron_dapo.reshard.layout import (
 )
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
+
+logger = logging.getLogger(__name__)
 
 STANDARD_DEVIATION = 0.02  # initializer_range of the published configs
 
@@ -53,6 +56,8 @@ def load_from_huggingface(
         source.check_aliases(layout.architecture)
         # The comparison of aliases reads tensors too; the report counts only the load.
         already_read = source.bytes_read
+        if source.num_dequantized and rank == 0:
+            logger.info("%s: %d matrices of experts in MXFP4 are dequantized", directory, source.num_dequantized)
         report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
         _require_numbers(source, layout.shards(rank), parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)

@@ -311,6 +311,25 @@ def unsaved_types(config: Config, architecture: ModelArchitecture) -> Iterator[V
         yield UnusableInput("model.dtype", reason, 'set model.dtype = "float32"')
 
 
+def uncut_biases(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:
+    """Yield a violation for each setting under which a model with biases of experts, and sinks, is not computed or served."""
+    if not architecture.linear_biases:
+        return
+    name, expert_tensor = architecture.model_type, config.parallel.etp_size or value_of(config, layout).tp_size
+    if expert_tensor > 1:
+        reason = f"{name}: experts with biases cannot be cut over {expert_tensor} ranks, each of which would add them"
+        fix = f"set parallel.etp_size = 1, and parallel.ep_size to 2 or more if {layout}.tp_size is"
+        yield UnusableInput("parallel.etp_size", reason, fix)
+    if config.model.attention_implementation == "flash":
+        reason = f"{name}: torch's flash attention has no sinks"
+        yield UnusableInput("model.attention_implementation", reason, 'set model.attention_implementation = "auto"')
+    if RECIPES.get(config.precision.recipe, PrecisionRecipe()).is_fp8:
+        yield UnusableInput("precision.recipe", f"{name}: biases of experts are not computed in FP8", "remove it")
+    if config.sglang.quantization != "none":
+        reason = f"{name}: its experts are not served in FP8"
+        yield UnusableInput("sglang.quantization", reason, 'set sglang.quantization = "none"')
+
+
 def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:
     """Yield a violation for every weight whose size on a rank of the layout the FP8 recipe does not support."""
     recipe, tensor = config.precision.recipe, value_of(config, layout).tp_size

@@ -28,6 +28,7 @@ from megatron_dapo.config.layout_rules import (
     architecture_rules,
     layout_facts,
     missing_targets,
+    uncut_biases,
     unfit_shapes,
     unsaved_types,
     world_rules,
@@ -83,6 +84,7 @@ def validate(
         rules = (*architecture_rules(POLICY), *PRECISION_ARCHITECTURE_RULES, ENVIRONMENT_ARCHITECTURE_RULE)
         violations += broken(rules, config, sizes, outside.keys())
         violations += unfit_shapes(config, architecture, POLICY)
+        violations += uncut_biases(config, architecture, POLICY)
         violations += missing_targets(config, architecture)
         violations += unsaved_types(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible

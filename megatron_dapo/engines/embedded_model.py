@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from megatron_dapo.engines.recurrent_states import DELTA
 from megatron_dapo.engines.slot_cache import register_attention
+from megatron_dapo.models.parts.biased_experts import experts_of
 from megatron_dapo.models.parts.experts import EXPERT_BIAS
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # kinds of layers, which transformers gives a mask each
 # Kinds of layers, besides global attention, whose caches the engine has.
 SUPPORTED_KINDS = {
-    "gemma3_text": {LOCAL},
+    **dict.fromkeys(("gemma3_text", "gpt_oss"), {LOCAL}),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {DELTA}),
 }
 # transformers' fused parameter of a layer's experts -> the projections it is made of.
@@ -57,12 +58,15 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return int(config.sliding_window) if LOCAL in (getattr(config, "layer_types", None) or ()) else None
 
 
-def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_parts(name: str, tensor: torch.Tensor, biased_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a parameter under its names in a checkpoint. transformers holds a layer's experts in one tensor; checkpoints,
-    and so the weight sync, know each expert's matrices, which are views of it."""
+    and so the weight sync, know each expert's matrices, which are views of it. Experts with biases are transposed."""
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith(".mlp.experts"):
         yield name, tensor
+        return
+    if biased_experts:
+        yield from experts_of(name, tensor)
         return
     for expert, whole in enumerate(tensor):
         parts = whole.chunk(len(_FUSED_EXPERTS[kind]))  # views: writing them fills the fused parameter
@@ -74,10 +78,11 @@ def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, under their names there. What is no parameter is what a router adds to scores."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS)}
+    biased_experts = any(name.endswith(".mlp.experts.down_proj_bias") for name in parameters)
     return {
         stored: part
         for name, tensor in {**parameters, **buffers}.items()
-        for stored, part in stored_parts(name, tensor)
+        for stored, part in stored_parts(name, tensor, biased_experts)
     }
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, Cache
 
 from megatron_dapo.engines.recurrent_states import LayerState, RecurrentStates
+from megatron_dapo.ops.sinks import attend_with_sinks, softmax_with_sinks
 
 ATTENTION_NAME = "slot_rows"
 WIDTH_STEP = 64  # columns the prefix slots grow by
@@ -320,6 +321,7 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d], or the dims of the
@@ -327,26 +329,30 @@ def slot_attention(
 
     Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts, over the last `sliding_window` tokens if
     that is given; with a bool mask [B, 1, L, P] of what each query sees, keys and values are [B, kv_heads, P, d]. `Stored`
-    ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns.
+    ones: one query a row, and an additive mask [B, 1, 1, P + S] over prefix and response columns. `s_aux` [heads]: sinks.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     value_dim = getattr(module, "v_head_dim", None)
     if isinstance(key, Stored) or isinstance(value, Stored):
         assert isinstance(key, Stored) and isinstance(value, Stored), "keys and values are stored together"
         assert attention_mask is not None, "decoding needs the mask of visible columns"
-        return _attend_stored(query * scale, key, value, attention_mask)[..., :value_dim], None
+        return _attend_stored(query * scale, key, value, attention_mask, s_aux)[..., :value_dim], None
     attend, length = F.scaled_dot_product_attention, query.shape[2]
     seen = attention_mask
     if seen is None and sliding_window is not None and sliding_window < length:
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < sliding_window)
+    if s_aux is not None:
+        return attend_with_sinks(query, key, value, s_aux, seen, scale).transpose(1, 2).contiguous(), None
     shared = key.shape[1] != query.shape[1]
     output = attend(query, key, value, attn_mask=seen, scale=scale, is_causal=seen is None, enable_gqa=shared)
     return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
 
-def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor) -> torch.Tensor:
+def _attend_stored(
+    query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """One softmax over a row's prefix and response columns; query [B, heads, 1, d], scaled -> [B, 1, heads, d]."""
     num_rows, num_heads, _, head_dim = query.shape
     sharing, width = keys.sharing, keys.prefixes.shape[2]
@@ -356,7 +362,10 @@ def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torc
     of_responses = query @ keys.responses.transpose(-1, -2)
     scores = torch.cat((of_prefixes, of_responses), dim=-1) + mask
     # In float32, as transformers' own attention does.
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    else:
+        weights = softmax_with_sinks(scores.flatten(1, 2)[:, :, None], sinks).view_as(scores).to(query.dtype)
     output = weights[..., width:] @ values.responses
     output += sharing.sums(weights[..., :width], values.prefixes)
     return output.view(num_rows, 1, num_heads, head_dim)

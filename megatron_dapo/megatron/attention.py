@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_dapo.megatron.experts import EngineRouting
+from megatron_dapo.ops.sinks import attend_with_sinks
 
 # A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as
 # much as that much padding.
@@ -342,6 +344,13 @@ class PackedAttention(torch.nn.Module):
         self.window = own_window(config, layer_number)
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.is_flash = config.attention_implementation == "flash"
+        # Under megatron-core's name: a learned logit of each head of this rank.
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            settings = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **settings))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -375,15 +384,18 @@ class PackedAttention(torch.nn.Module):
             batches, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
         ):
             q, k, v = (part.unflatten(0, (batch.num_sequences, -1)).transpose(1, 2) for part in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=batch.mask,
-                is_causal=batch.mask is None,
-                scale=self.scale,
-                enable_gqa=q.size(1) != k.size(1),
-            )
+            if self.softmax_offset is not None:
+                out = attend_with_sinks(q, k, v, self.softmax_offset, batch.mask, self.scale)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=batch.mask,
+                    is_causal=batch.mask is None,
+                    scale=self.scale,
+                    enable_gqa=q.size(1) != k.size(1),
+                )
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

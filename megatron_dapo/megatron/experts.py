@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear as _Column
+    from megatron.core.tensor_parallel.layers import RowParallelLinear as _Row
+else:
+    _Column = _Row = object  # PairedRows and MarkedBiases are mixins at run time
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,18 @@ class SoftmaxFirstRouter(TopKRouter):
         counts = torch.stack((is_known.sum() * self.topk, both))
         self.num_replayed = counts if self.num_replayed is None else self.num_replayed + counts
         return torch.where(is_known, engines, own)
+
+
+class SoftmaxLastRouter(SoftmaxFirstRouter):
+    """The k highest logits, which have a bias, choose experts; their softmax weighs them (gpt-oss)."""
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden [tokens, h] to fp32 logits [tokens, experts]."""
+        return F.linear(hidden, self.weight, self.bias).float()
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Map the chosen experts' logits [tokens, k] to the weights of their outputs."""
+        return scores.softmax(dim=-1)
 
 
 class GroupedSigmoidRouter(SoftmaxFirstRouter):
@@ -186,13 +204,13 @@ def _forget(layer: MoELayer, *_: Any) -> None:
 
 # An expert's matrix in a grouped layer. Transformer Engine has one parameter per expert, so only names and order
 # differ.
-_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.weight(\d+)$")
+_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def one_name_an_expert(path: str) -> str:
     """Return a parameter's path under its SequentialMLP name, so that an expert's matrix has one name, grouped or
     not."""
-    return _GROUPED.sub(r"local_experts.\2.\1.weight", path)
+    return _GROUPED.sub(r"local_experts.\3.\1.\2", path)
 
 
 class ExpertWeights(torch.nn.Module):
@@ -219,6 +237,8 @@ class GroupedExperts(SequentialMLP):
                 if not hasattr(weight, "tensor_model_parallel"):  # later megatron-core versions mark it
                     set_tensor_model_parallel_attributes(weight, True, dim, 1)
                 weights.register_parameter(f"weight{index}", weight)
+            for index, expert in enumerate(experts if config.add_bias_linear else ()):
+                weights.register_parameter(f"bias{index}", getattr(expert, layer).bias)
             setattr(self, layer, weights)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -226,6 +246,47 @@ class GroupedExperts(SequentialMLP):
         self.linear_fc1()
         self.linear_fc2()
         return super().forward(*inputs)
+
+
+class PairedRows(_Column):
+    """Mixin of an expert's first linear layer whose rows of gate and up alternate: its outputs are all gates, then all ups, which
+    megatron-core's activation takes."""
+
+    def forward(self, *inputs: Any, **others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map this rank's tokens to [tokens, this rank's gates and ups], and the same order of the bias left to the caller."""
+        output, bias = super().forward(*inputs, **others)
+        return halves(output), None if bias is None else halves(bias)
+
+
+def halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Move the first of each pair of neighbors [..., 2 n] into the first half."""
+    return pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+class PairedColumnParallelLinear(PairedRows, ColumnParallelLinear):
+    """The first linear layer of an expert with biases."""
+
+
+class MarkedBiases(_Row):
+    """Mixin of an expert's second linear layer, whose bias tensor ranks have of different experts."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for name, parameter in self.named_parameters():
+            if name.startswith("bias"):
+                # megatron-core would add up the gradients of all tensor ranks, and count the first rank's for the norm.
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+                if not hasattr(parameter, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
+class BiasedExpertRowParallelLinear(MarkedBiases, RowParallelLinear):
+    """The second linear layer of an expert with biases, which is whole on its rank."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # A sum over a group of one rank would return a view, to which megatron-core adds the bias in place.
+        self.explicit_expert_comm = True
 
 
 def experts_spec(

@@ -10,7 +10,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_dapo.megatron.attention import PackedSequences, _Rotate
+from megatron_dapo.megatron.rotary import inverse_frequencies, yarn_scale
+from megatron_dapo.models.blocks import Yarn
 
 
 class DuplicatedLinear(torch.nn.Module):
@@ -134,27 +135,14 @@ class PackedLatentAttention(Attention):
 
 
 def rotary_frequencies(config: MLATransformerConfig) -> tuple[torch.Tensor, float]:
-    """Return the inverse frequencies [rotary dims / 2], fp32, and the factor of cos and sin (YaRN, arXiv:2309.00071, sections 3.2
-    and 3.4)."""
-    dim, factor = config.qk_pos_emb_head_dim, config.rotary_scaling_factor
-    kept = 1.0 / config.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    """Return the inverse frequencies [rotary dims / 2], fp32, and the factor of cos and sin."""
     if config.rope_type == "rope":
-        return kept, 1.0
-
-    def pair_of(rotations: float) -> float:
-        """The pair, counted with fractions, that turns so many times over the original context."""
-        return dim * math.log(config.original_max_position_embeddings / (rotations * 2 * math.pi)) / log_base
-
-    log_base = 2 * math.log(config.rotary_base)
-    first, last = max(math.floor(pair_of(config.beta_fast)), 0), min(math.ceil(pair_of(config.beta_slow)), dim - 1)
-    share = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
-    scale = yarn_factor(factor, config.mscale) / yarn_factor(factor, config.mscale_all_dim)
-    return kept / factor * share + kept * (1 - share), scale
-
-
-def yarn_factor(scaling_factor: float, weight: float) -> float:
-    """Return YaRN's factor of attention (its equation 22), whose logarithm has the given weight."""
-    return 0.1 * weight * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0
+        return inverse_frequencies(config.qk_pos_emb_head_dim, config.rotary_base, None), 1.0
+    yarn = Yarn(
+        *(config.rotary_scaling_factor, config.original_max_position_embeddings, config.beta_fast, config.beta_slow),
+        *(config.mscale, config.mscale_all_dim),
+    )
+    return inverse_frequencies(config.qk_pos_emb_head_dim, config.rotary_base, yarn), yarn_scale(yarn)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

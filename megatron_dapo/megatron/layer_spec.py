@@ -24,7 +24,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dapo.megatron.attention import LocalGlobalSelfAttention, PackedAttention, PackedSelfAttention
-from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter, experts_spec
+from megatron_dapo.megatron.experts import (
+    BiasedExpertRowParallelLinear,
+    GroupedSigmoidRouter,
+    MarkedBiases,
+    PairedColumnParallelLinear,
+    PairedRows,
+    SoftmaxFirstRouter,
+    SoftmaxLastRouter,
+    experts_spec,
+)
 from megatron_dapo.megatron.gated_delta import GatedDeltaNet, GatedDeltaSubmodules
 from megatron_dapo.megatron.latent_attention import DuplicatedLinear, PackedLatentAttention
 from megatron_dapo.megatron.layers import (
@@ -92,6 +101,8 @@ def is_delta(config: GPTConfig, layer: int) -> bool:
 
 def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
     """Return the classes for one of our layers, by the requested precision."""
+    if config.add_bias_linear:
+        return IN_MODEL_TYPE._replace(expert_column=PairedColumnParallelLinear, expert_row=BiasedExpertRowParallelLinear)
     return IN_FP8 if has_fp8(config.precision, layer, config.num_layers) else IN_MODEL_TYPE
 
 
@@ -101,8 +112,9 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     logger.debug("layers: Transformer Engine")
     attention = {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
     dense = _choose_attention(config, get_gpt_layer_with_transformer_engine_spec(**attention))
+    _refuse_windows_under_context(config)
     if config.sandwich_norms:
-        return _norm_outputs(config, dense)
+        return _norm_outputs(dense)
     if config.num_moe_experts is None:
         return dense if config.linear_attention_freq is None else _replace_attention(config, layers, [dense] * len(layers))
     # Under FP8 both forms zero-pad an expert's tokens to a multiple of 16, and both accept an expert without tokens.
@@ -110,6 +122,8 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, **attention
     )
     sparse = _choose_attention(config, route(config, sparse))
+    if config.add_bias_linear:
+        _add_biases(sparse)
     specs = [sparse if has_experts(config, layer) else dense for layer in layers]
     return _replace_attention(config, layers, specs)
 
@@ -137,14 +151,27 @@ def _choose_attention(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def _norm_outputs(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer. Raise
-    ValueError under context parallelism: its ring does not support windows."""
+def _add_biases(layer: ModuleSpec) -> None:
+    """Let a layer of Transformer Engine's modules with sinks select its rotary angles, and its experts take rows of gate and up
+    that alternate."""
+    layer.submodules.self_attention.module = LocalGlobalSelfAttention
+    experts = submodules_of(submodules_of(layer.submodules.mlp).experts)
+
+    experts.linear_fc1 = type("PairedColumns", (PairedRows, experts.linear_fc1), {})
+    experts.linear_fc2 = type("MarkedRows", (MarkedBiases, experts.linear_fc2), {})
+
+
+def _refuse_windows_under_context(config: GPTConfig) -> None:
+    """Raise ValueError under context parallelism with windows, which Transformer Engine's ring does not support."""
     if config.window_size is not None and config.context_parallel_size > 1:
         raise ValueError(
             f"local layers with a window of {config.window_size[0] + 1} tokens cannot be computed by Transformer Engine under "
             f"context parallelism ({config.context_parallel_size}); set parallel.cp_size = 1"
         )
+
+
+def _norm_outputs(layer: ModuleSpec) -> ModuleSpec:
+    """Give a layer of Transformer Engine's modules the norms after attention and MLP, and rotary angles by layer."""
     from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
 
     class TEPostNormRowParallelLinear(PostNorm, TERowParallelLinear):
@@ -219,7 +246,9 @@ def _own_latent_attention(linear: LinearKinds) -> ModuleSpec:
 
 def router_class(config: GPTConfig) -> type[SoftmaxFirstRouter]:
     """Return the router of the model's layers with experts."""
-    return GroupedSigmoidRouter if config.moe_router_score_function == "sigmoid" else SoftmaxFirstRouter
+    if config.moe_router_score_function == "sigmoid":
+        return GroupedSigmoidRouter
+    return SoftmaxFirstRouter if config.moe_router_pre_softmax else SoftmaxLastRouter
 
 
 def route(config: GPTConfig, layer: ModuleSpec) -> ModuleSpec:

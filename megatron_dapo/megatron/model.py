@@ -7,10 +7,8 @@ the output weight, without holding the logits of all tokens in memory. The last 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,8 +33,8 @@ from megatron_dapo.checkpoints.layouts.state import is_frozen
 from megatron_dapo.megatron.experts import forget_dispatched_tokens, normalize_probabilities, one_name_an_expert
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision, uses_transformer_engine
+from megatron_dapo.megatron.rotary import rotary_frequencies
 from megatron_dapo.models.architecture import TOKEN_VALUE, ModelArchitecture
-from megatron_dapo.models.blocks import RopeScaling
 from megatron_dapo.ops.value import token_values
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.memory import padded_vocabulary
@@ -232,45 +230,3 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     while not isinstance(module, GPTModel):
         module = module.module
     return module
-
-
-# ---- inverse frequencies of the rotary embedding
-# megatron-core builds unscaled frequencies and has a single set of Llama 3 constants. Ours replace those on its rotary
-# module, so that every supported `rope_scaling` uses the numbers in the Hugging Face configuration.
-
-
-def rotary_frequencies(architecture: ModelArchitecture) -> torch.Tensor:
-    """Return the inverse frequencies of all layers, half as many as rotated dims of a head, in fp32; those of local layers
-    follow, if there are any."""
-    wide = inverse_frequencies(architecture.rotary_dim or architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
-    if architecture.local is None:
-        return wide
-    return torch.cat((wide, inverse_frequencies(architecture.head_dim, architecture.local.rope_theta, None)))
-
-
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Return theta^(-2i / head_dim), [head_dim / 2] fp32, scaled by the rule of `scaling`."""
-    base = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
-    return base if scaling is None else SCALINGS[scaling.kind](base, scaling)
-
-
-def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Scale as in Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
-    factor, low, high, context = (
-        scaling.factor,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
-    )
-    assert low is not None and high is not None and context is not None, f"incomplete {scaling}"
-    wavelengths = 2 * math.pi / frequencies
-    blend = (context / wavelengths - low) / (high - low)
-    blended = (1 - blend) * frequencies / factor + blend * frequencies
-    scaled = torch.where(wavelengths > context / low, frequencies / factor, blended)
-    return torch.where(wavelengths < context / high, frequencies, scaled)
-
-
-SCALINGS = MappingProxyType(
-    # Linear interpolation of positions, arXiv:2306.15595.
-    {"linear": lambda frequencies, scaling: frequencies / scaling.factor, "llama3": _llama3}
-)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -20,10 +21,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_dapo.config.megatron_options import field_table, options_for
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.attention import check_flash_attention
-from megatron_dapo.megatron.latent_attention import yarn_factor
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
+from megatron_dapo.megatron.rotary import attention_scale, yarn_factor
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.blocks import GroupedRouting
+from megatron_dapo.models.blocks import CLAMP, GroupedRouting, MixtureOfExperts
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits
 
@@ -110,6 +111,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     values = {
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
+        **_bias_fields(architecture, layout, settings),
         **_expert_fields(architecture, layout),
         **_window_fields(architecture),
         **_delta_fields(architecture, layout, settings.precision),
@@ -141,7 +143,7 @@ def _fusion_fields(architecture: ModelArchitecture, precision: PrecisionConfig) 
     """Return the available fused kernels: all need CUDA, some an extension. None changes the mathematics."""
     cuda, has_transformer_engine = torch.cuda.is_available(), uses_transformer_engine()
     return {
-        "bias_dropout_fusion": cuda,
+        "bias_dropout_fusion": cuda and not architecture.linear_biases,
         "bias_activation_fusion": cuda and architecture.activation == "silu",
         # Our packed attention reads no mask; persistent layer norms are LayerNorms.
         "masked_softmax_fusion": False,
@@ -235,15 +237,36 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[architecture.activation],
-        "add_bias_linear": False,
         "sandwich_norms": architecture.sandwich_norms,
         "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
-        "softmax_scale": architecture.attention_scale,
+        "softmax_scale": attention_scale(architecture),
+        "softmax_type": "learnable" if architecture.sinks else "vanilla",
         "attention_output_gate": architecture.gated_attention,
         # Dropout would make the log-probs of the old policy and of training disagree.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def _bias_fields(
+    architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings
+) -> dict[str, Any]:
+    """Return the fields of sinks, biases and the clamped activation. Raise ValueError for settings under which they cannot be
+    computed."""
+    if not architecture.linear_biases:
+        return {"add_bias_linear": False}
+    if layout.expert_tensor_size > 1:
+        raise ValueError(
+            f"experts with biases ({architecture.model_type}) cannot be cut over {layout.expert_tensor_size} expert tensor "
+            "ranks, each of which would add them: set parallel.etp_size = 1"
+        )
+    if is_fp8(settings.precision) or settings.attention == "flash":
+        setting = "model.attention_implementation" if settings.attention == "flash" else "precision.recipe"
+        raise ValueError(
+            f'{setting}: a {architecture.model_type} is computed in the model\'s type with "auto" attention; remove it'
+        )
+    clamped = {"activation_func_clamp_value": CLAMP, "glu_linear_offset": 1.0}
+    return {"add_bias_linear": True, **(clamped if architecture.activation == "clamped_gelu" else {})}
 
 
 def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> dict[str, Any]:
@@ -260,13 +283,14 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
         "moe_shared_expert_intermediate_size": experts.gated_shared_size or experts.shared_intermediate_size or None,
         "moe_shared_expert_gate": experts.gated_shared_size > 0,
         "moe_aux_loss_coeff": 0.0,
-        **_routing_fields(experts.routing),
+        **_routing_fields(experts),
     }
 
 
-def _routing_fields(routing: GroupedRouting | None) -> dict[str, Any]:
+def _routing_fields(experts: MixtureOfExperts) -> dict[str, Any]:
+    routing: GroupedRouting | None = experts.routing
     if routing is None:
-        return {"moe_router_pre_softmax": True}
+        return {"moe_router_pre_softmax": not experts.softmax_of_chosen}
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": routing.num_groups,
@@ -319,7 +343,7 @@ def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
 
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {"silu": F.silu, "gelu_tanh": gelu_tanh}
+    {"silu": F.silu, "gelu_tanh": gelu_tanh, "clamped_gelu": quick_gelu}
 )
 
 

@@ -15,6 +15,7 @@ from megatron_dapo.models.blocks import (
     LocalAttention,
     MixtureOfExperts,
     RopeScaling,
+    Yarn,
 )
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.models.family import Serving
@@ -41,7 +42,7 @@ class ModelArchitecture:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | Yarn | None
     max_position_embeddings: int
     tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
@@ -57,6 +58,8 @@ class ModelArchitecture:
     attention_scale: float | None = None  # scale of the products of queries and keys; None: 1 / sqrt(head_dim)
     activation: Activation = "silu"  # the gate's
     sandwich_norms: bool = False  # attention and MLP have a norm after them, too
+    sinks: bool = False  # each head has a learned logit in the softmax's denominator (arXiv:2309.17453)
+    linear_biases: bool = False  # attention's output, routers and experts have biases, too
     zero_centered_norms: bool = False  # a norm's weight is stored as its difference from 1
     scales_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     vision_parameters: int = 0  # parameters of a vision tower that SGLang holds next to the language model

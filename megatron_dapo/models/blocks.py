@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 RopeKind = Literal["linear", "llama3"]
-Activation = Literal["silu", "gelu_tanh"]
+# clamped_gelu: x sigmoid(1.702 x) of a gate up to CLAMP, times 1 + up, which is in [-CLAMP, CLAMP] (gpt-oss).
+Activation = Literal["silu", "gelu_tanh", "clamped_gelu"]
+CLAMP = 7.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Yarn:
     # Weights of log(factor) in the scale of cos and sin, and in its divisor, whose square scales the products.
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # the first and the last scaled pair of dims are whole numbers
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class GroupedRouting:
 @dataclass(frozen=True)
 class MixtureOfExperts:
     """Mixture of experts in place of the MLP: a token goes to the `num_experts_per_token` experts of highest softmax
-    probability, and their outputs are weighted by it; or see `routing`."""
+    probability, and their outputs are weighted by it; or see `routing` and `softmax_of_chosen`."""
 
     num_experts: int
     num_experts_per_token: int
@@ -77,15 +80,16 @@ class MixtureOfExperts:
     gated_shared_size: int = 0  # width of an expert for every token, times a sigmoid of a projection; 0: none
     routing: GroupedRouting | None = None
     shared_intermediate_size: int = 0  # the shared MLP's, which every token passes
+    softmax_of_chosen: bool = False  # the highest logits choose experts, and the weights are the softmax of these logits
 
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Layers whose tokens see the last `window` tokens and have a separate rotary base; the other layers see all."""
+    """Layers whose tokens see the last `window` tokens; the other layers see all."""
 
     layers: frozenset[int]
     window: int  # tokens, a token itself included
-    rope_theta: float
+    rope_theta: float | None  # their rotary base, without scaling; None: rotated like the others
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_dapo.models.blocks import RopeScaling
+from megatron_dapo.models.blocks import RopeScaling, Yarn
 
 # The config decides how long loops over layers and experts run, so these bounds refuse a broken one at once.
 _LARGEST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
@@ -97,6 +97,26 @@ def rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
     values = {name: positive_number(name, fields[name]) for name in _ROPE_FIELDS[kind]}
     original = values.pop("original_max_position_embeddings", None)
     return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)
+
+
+def yarn_scaling(fields: Mapping[str, Any], optional: Collection[str]) -> Yarn | None:
+    """Read rotary scaling by YaRN with those optional fields that the family's implementations read alike, or none."""
+    kind, needed = fields.get("rope_type", "default"), {"factor", "original_max_position_embeddings"}
+    given = {name: value for name, value in fields.items() if value is not None and name != "rope_type"}
+    if kind == "default" and not given:
+        return None
+    if kind != "yarn" or not needed <= given.keys() <= needed | {*optional}:
+        raise ValueError(
+            f"config.json: rope type {kind!r} with {sorted(given)} is not supported, only default, or yarn with "
+            f"{sorted(needed)} and, optionally, {sorted(optional)}"
+        )
+    truncate = given.pop("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"config.json: truncate = {truncate!r} must be true or false")
+    # DeepSeek's weights of log(factor) may be 0, which is as if they were not given.
+    numbers = {name: positive_number(name, v) for name, v in given.items() if v or not name.startswith("mscale")}
+    original = int(numbers.pop("original_max_position_embeddings"))
+    return Yarn(original_max_position_embeddings=original, truncate=truncate, **numbers)
 
 
 def fields_beside_vision(document: Mapping[str, Any], text_type: str, of_images: Collection[str]) -> dict[str, Any]:

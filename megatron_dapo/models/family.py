@@ -67,6 +67,9 @@ class Serving:
     whole_embedding: bool = False  # every rank holds the whole embedding, which also computes the logits
     ties_output: bool = True  # False: the class has a separate output matrix even if config.json ties it
     dense_layers: bool = True  # False: every layer of a model with experts is built with experts
+    expert_parallel: bool = True  # False: its loader gives every rank all experts
+    on_cpu: bool = True  # False: its attention of plain torch layers, which is what runs on a CPU, cannot compute the model
+    arguments: tuple[str, ...] = ()  # further ones for a server
 
 
 @dataclass(frozen=True)

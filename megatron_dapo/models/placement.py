@@ -103,6 +103,8 @@ class StackedExperts:
     local: str  # prefix of both buffers
     name: str  # prefix of an expert's matrices, with a place for its number
     inner: int  # padding included
+    # Gate and up are one matrix of neighboring rows, and w13 and w2 have biases; one of w2 is on the first rank that shares it.
+    biased: bool = False
 
 
 Placement = Whole | Stack | Interleaved | CutColumns | PerExpert | StackedExperts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_dapo.models.parts.biased_experts import experts_of
 from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, ProofBatch
 from megatron_dapo.proof.losses import ProofLoss
 from megatron_dapo.types import TrainSample
@@ -92,6 +93,9 @@ def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         prefix, _, kind = name.rpartition(".")
         if not prefix.endswith(".mlp.experts"):
             stored[name] = tensor
+            continue
+        if f"{prefix}.down_proj_bias" in parameters:
+            stored |= experts_of(name, tensor)
             continue
         for expert, whole in enumerate(tensor):
             parts = whole.chunk(2) if kind == "gate_up_proj" else (whole,)

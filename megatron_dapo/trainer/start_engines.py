@@ -26,6 +26,7 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.servers import Part, ReadyServer, Servers, StartedServers
 from megatron_dapo.engines.sglang.supervisor import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.coordination import Coordination, collective_timeout, coordinate
 from megatron_dapo.parallel.nodes import NodeTopology, node_topology
@@ -137,7 +138,7 @@ class ServerPlace:
         """Return the layout of engines that hold the model in its native type."""
         config, sglang = self.config, self.config.sglang
         return sglang_layout(
-            read_architecture(config.model.path),
+            served_architecture(config.model.path, self.device_type),
             sglang.tp_size,
             DTYPES[config.model.dtype],
             num_engines,
@@ -285,10 +286,24 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         draft_corpus_tokens=sglang.draft_corpus_tokens,
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
-        more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
+        more_arguments=(
+            *(("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else ()),
+            *served_architecture(config.model.path, "cuda" if cuda else "cpu").serving.arguments,
+        ),
         gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
         more_environment=sglang.environment,
     )
+
+
+def served_architecture(path: Path, device: str) -> ModelArchitecture:
+    """Read the architecture that SGLang is to serve. ValueError if it cannot on this kind of device."""
+    architecture = read_architecture(path)
+    if device == "cpu" and not architecture.serving.on_cpu:
+        raise ValueError(
+            f"rollout.engine: SGLang cannot serve a {architecture.model_type} on a CPU, where its attention has no sinks; run "
+            'servers on GPUs, or set rollout.engine = "embedded"'
+        )
+    return architecture
 
 
 def _adapter_arguments(lora: LoraConfig, device: str) -> tuple[str, ...]:

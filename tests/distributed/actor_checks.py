@@ -152,6 +152,29 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "topk_method": "noaux_tc",
         },
     ),
+    "gpt-oss": (  # the published config with its sizes cut, a window shorter than most sequences
+        "GptOss",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "pad_token_id": None,  # see gemma3
+            # SGLang reads these; transformers has them as constants or under other names.
+            "swiglu_limit": 7.0,
+            "experts_per_token": 3,
+        },
+    ),
     "gemma3": (  # two local layers to one global, a window shorter than most sequences
         "Gemma3",
         {

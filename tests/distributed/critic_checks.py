@@ -123,10 +123,10 @@ def _loss_and_values(model: Any, seed: int) -> tuple[torch.Tensor, list[torch.Te
 def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Take the steps with the model; return their losses and gradient norms."""
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]},
-        {"params": [p for n, p in model.named_parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    # The biases of all experts of a layer are a matrix.
+    free = [p for n, p in model.named_parameters() if p.dim() == 1 or n.endswith("_bias")]
+    decayed = [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
+    groups = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
     assert sum(len(group["params"]) for group in groups) == len(parameters)
     adamw = torch.optim.AdamW(
         groups,

@@ -18,6 +18,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -58,6 +60,7 @@ FAMILIES = {
         Gemma3ForConditionalGeneration,
         "sglang.srt.models.gemma3_mm",
     ),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, "sglang.srt.models.gpt_oss"),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, "sglang.srt.models.qwen3_next"),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, "sglang.srt.models.qwen3_5_text"),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, "sglang.srt.models.qwen3_5_text"),
@@ -109,6 +112,14 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+# SGLang reads the last two, and transformers has them as constants or under other names.
+BIASED = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 7.0,
+    "experts_per_token": 2,
+}
 SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 # name of a model -> family, tied, key-value heads, vocabulary
 MODELS = {
@@ -121,6 +132,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", False, 2, 301),
     "deepseek_v3": ("deepseek_v3", False, 4, 301),
     "deepseek_v3-whole": ("deepseek_v3", False, 4, 150),
+    "gpt_oss": ("gpt_oss", False, 2, 301),
     "gemma3_text": ("gemma3_text", True, 2, 301),
     "gemma3": ("gemma3", True, 1, 301),
     "qwen3_next": ("qwen3_next", False, 2, 301),
@@ -158,6 +170,7 @@ def _save(directory: Path, model: str) -> None:
         rope_parameters={"full_attention": rope, "sliding_attention": rope} if is_gemma3 else rope,
         **({"sliding_window_pattern": 2} if is_gemma3 else {}),
         **(EXPERTS if family in ("qwen3_moe", "qwen3_next") else {}),
+        **(BIASED if family == "gpt_oss" else {}),
         **(DELTA if family in DELTA_MODELS else {}),
         **({"shared_expert_intermediate_size": 24} if family == "qwen3_next" else {}),
         **(SHARED if family == "qwen3_5_moe_text" else {}),
@@ -251,7 +264,10 @@ def test_layout_matches_what_sglang_loads(case, loaded):
     engine = sglang_layout(architecture, tp, torch.float32, expert_parallel=ep, device=device)
     with HFCheckpoint(root / model) as checkpoint:
         stored = {name: checkpoint.read_tensor(name) for name in engine.tensors}
-    mine = [{n: torch.zeros(s) for n, s in engine.local_shapes(rank).items()} for rank in range(tp)]
+    mine = [
+        {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in engine.local_specs(rank).items()}
+        for rank in range(tp)
+    ]
     execute_in_memory(plan(SingleHolderLayout(engine.tensors), engine), [stored], mine)
     for rank in range(tp):
         loaded_here = load_file(outputs[case] / f"{rank}.safetensors")

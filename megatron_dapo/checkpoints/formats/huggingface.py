@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_dapo.checkpoints.atomic_directory import plain_file_name
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsReader, StoredModel, StoredTensor
+from megatron_dapo.checkpoints.formats.stacked_experts import (
+    ExpertTensor,
+    PackedExpertTensor,
+    StoredStack,
+    scales_of,
+    separate,
+)
 from megatron_dapo.models.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.slices import Slice, whole
@@ -24,20 +31,8 @@ _COMPARE_BYTES = 16 << 20  # read size of each copy when two are compared
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# Some directories store the experts of a layer as one tensor: gate_up_proj [experts, 2 inner, hidden], gate rows above up
-# rows, and down_proj [experts, hidden, inner]. They are read as one matrix an expert, and so written.
-_FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
-_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Parameters of any other type are quantized codes, which are not the weights without their scales.
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class _ExpertPart(NamedTuple):
-    """Place of an expert's matrix in the tensor of its layer's experts."""
-
-    stored: str
-    expert: int
-    row: int
 
 
 class HFCheckpoint(StoredModel):
@@ -64,9 +59,8 @@ class HFCheckpoint(StoredModel):
             raise
         self.files = {tensor_name(name): file for name, file in stored.items()}  # tensor name -> file name
         self.specs = {name: self._stored(name).spec for name in self.files}
-        self._fused: dict[str, _ExpertPart] = {}
-        for name in [name for name in self.specs if _FUSED_EXPERTS.fullmatch(name)]:
-            self._separate_experts(name)
+        with blamed_on(self.path):
+            self._separate_experts()
 
     @property
     def num_bytes(self) -> int:
@@ -82,31 +76,33 @@ class HFCheckpoint(StoredModel):
         """Read `bounds` of a tensor; see `ShardReader`."""
         self._read(shard.tensor, out, bounds)
 
-    def _separate_experts(self, name: str) -> None:
-        """Replace the tensor of a layer's experts by one matrix for each expert and projection."""
-        spec, stored, file = self.specs.pop(name), self.stored_names.pop(name, name), self.files.pop(name)
-        prefix, kind = _FUSED_EXPERTS.fullmatch(name).groups()  # type: ignore[union-attr]
-        parts = _PROJECTIONS[kind]
-        if len(spec.shape) != 3 or spec.shape[1] % len(parts):
-            raise ValueError(f"{self.path}: {stored} {spec.shape} does not hold {' and '.join(parts)} of a layer's experts")
-        num_experts, rows, columns = spec.shape[0], spec.shape[1] // len(parts), spec.shape[2]
-        for expert in range(num_experts):
-            for place, projection in enumerate(parts):
-                own = f"{prefix}{expert}.{projection}.weight"
-                self.specs[own], self.files[own] = TensorSpec((rows, columns), spec.dtype), file
-                self.stored_names[own] = stored.removesuffix(kind) + own.removeprefix(prefix)
-                self._fused[own] = _ExpertPart(stored, expert, place * rows)
+    def _separate_experts(self) -> None:
+        """Replace the tensors of all experts of a layer by one for each expert and projection."""
+        stacks = {
+            name: StoredStack(self._readers[file], self.stored_names.get(name, name), self.specs[name])
+            for name, file in self.files.items()
+        }
+        self._experts: dict[str, ExpertTensor | PackedExpertTensor] = {}
+        found, replaced = separate(stacks), set()
+        for own, (name, tensor) in found.items():
+            self._experts[own], self.specs[own], self.files[own] = tensor, tensor.spec, self.files[name]
+            if stacks[name].stored != name:
+                there, here = (whole.rpartition(".")[0] for whole in (stacks[name].stored, name))
+                self.stored_names[own] = there + own.removeprefix(here)
+            replaced |= {name, scales_of(name) or name}
+        for name in replaced:
+            del self.specs[name], self.files[name]
+            self.stored_names.pop(name, None)
+        self.num_dequantized = sum(isinstance(tensor, PackedExpertTensor) for tensor in self._experts.values())
 
     def _stored(self, name: str) -> StoredTensor:
         return self._readers[self.files[name]].tensors[self.stored_names.get(name, name)]
 
     def _read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
-        reader, part = self._readers[self.files[name]], self._fused.get(name)
-        if part is None:
-            reader.read(self.stored_names.get(name, name), out, bounds)
+        if (expert := self._experts.get(name)) is not None:
+            expert.read(out, bounds or whole(expert.spec.shape))
             return
-        (row, column), shape = bounds or whole(self.specs[name].shape)
-        reader.read(part.stored, out[None], Slice((part.expert, part.row + row, column), (1, *shape)))
+        self._readers[self.files[name]].read(self.stored_names.get(name, name), out, bounds)
 
     def layout(self, architecture: ModelArchitecture) -> SingleHolderLayout:
         """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""

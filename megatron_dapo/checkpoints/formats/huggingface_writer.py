@@ -13,11 +13,19 @@ from typing import Any
 import torch
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
-from megatron_dapo.checkpoints.formats.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, dtype_name, untouched_names
+from megatron_dapo.checkpoints.formats.huggingface import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    HFCheckpoint,
+    dtype_name,
+    untouched_names,
+)
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
+from megatron_dapo.checkpoints.formats.stacked_experts import ExpertCollector, stored_specs
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.reshard.layout import TensorSpec
 
+_QUANTIZED = "quantization_config"
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 # Config, tokenizer in its various formats, generation settings and what a vision tower's images need: copied from the
@@ -56,18 +64,22 @@ class HFCheckpointWriter:
         self._source = source
         self._architecture = architecture
         self._specs = specs
-        self._file_of = _assign_files(specs, shard_bytes)
+        self._stored = stored_specs(specs)
+        self._experts = ExpertCollector(specs)
+        self._file_of = _assign_files(self._stored, shard_bytes)
         self._open: dict[str, SafetensorsWriter] = {}
         self._left = Counter(self._file_of.values())  # tensors still to come, by file
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Store a parameter, cast to its announced type, also under the second name that a tied model may store.
 
+        Experts that are stored as one tensor stay in memory until all of their layer are there.
         Raises ValueError for a wrong shape, an unknown name or a repeated one.
         """
         if name not in self._specs:
             raise ValueError(f"export: {name} is not a tensor of the source model")
-        self._write(name, tensor)
+        if (complete := self._experts.add(name, tensor)) is not None:
+            self._write(*complete)
         for alias, tied in self._architecture.aliases().items():
             if tied == name and alias in self._specs:
                 self._write(alias, tensor)
@@ -95,9 +107,9 @@ class HFCheckpointWriter:
     def _write(self, name: str, tensor: torch.Tensor) -> None:
         file, stored = self._file_of[name], self._source.stored_names
         if file not in self._open:
-            specs = {stored.get(n, n): self._specs[n] for n, f in self._file_of.items() if f == file}
+            specs = {stored.get(n, n): self._stored[n] for n, f in self._file_of.items() if f == file}
             self._open[file] = SafetensorsWriter(self._directory / file, specs)
-        self._open[file].write(stored.get(name, name), tensor.to(self._specs[name].dtype))
+        self._open[file].write(stored.get(name, name), tensor.to(self._stored[name].dtype))
         self._left[file] -= 1
         # Close at once: a model of 200 shards would otherwise keep 200 files open.
         if not self._left[file]:
@@ -165,9 +177,11 @@ def copy_side_files(source: Path, directory: Path) -> None:
 
 
 def _update_config(path: Path, fields: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    if dtype is None and not fields:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if dtype is None and not fields and _QUANTIZED not in config:
         return  # the copied file stays as it is, byte for byte
-    config = json.loads(path.read_text(encoding="utf-8")) | dict(fields)
+    config |= fields
+    config.pop(_QUANTIZED, None)  # what it describes was dequantized
     if dtype is not None:
         # transformers 5 renamed torch_dtype to dtype; a second field would contradict the first.
         field = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -7,13 +7,14 @@ native one do). See the table in `SglangLayout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
 from megatron_dapo.models.parts.gated_delta import FLOAT32_IN_ENGINE
+from megatron_dapo.models.parts.sink_attention import SINKS
 from megatron_dapo.models.placement import EngineCut, PerExpert, StackedExperts, check_cut, check_divides
 from megatron_dapo.plan.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
@@ -74,6 +75,8 @@ class SglangLayout(ComputedLayout):
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
         if buffer.name.endswith(FLOAT32_IN_ENGINE):
             return torch.float32
+        if buffer.name.endswith(SINKS):
+            return torch.bfloat16  # in a model of any type, unless attention is TensorRT-LLM's
         return self.tensors[buffer.shards[0].tensor].dtype if buffer.shards else self.dtype
 
     @property
@@ -111,6 +114,9 @@ class SglangLayout(ComputedLayout):
         rank, index = divmod(tensor, cut)
         size, num_local = placement.inner // cut, placement.num_experts // self.expert_parallel
         names = [prefix + placement.name.format(expert) for expert in range(rank * num_local, (rank + 1) * num_local)]
+        if placement.biased:
+            yield from self._biased_experts(names, prefix + placement.local, index, size)
+            return
         inner, hidden = self.tensors[names[0] + "gate_proj.weight"].shape
         real = min(inner - index * size, size)
         gate_up, down = prefix + placement.local + "w13_weight", prefix + placement.local + "w2_weight"
@@ -125,6 +131,22 @@ class SglangLayout(ComputedLayout):
                 down_shards.append(Shard(name + "down_proj.weight", *columns, down, (slot, 0, 0)))
         yield Buffer(gate_up, (num_local, 2 * size, hidden), tuple(gate_up_shards))
         yield Buffer(down, (num_local, hidden, size), tuple(down_shards))
+
+    def _biased_experts(self, names: Sequence[str], local: str, index: int, size: int) -> Iterator[Buffer]:
+        hidden, inner = self.tensors[names[0] + "down_proj"].shape
+        first, real = index * size, max(0, min(inner - index * size, size))
+        pairs, columns = Slice((2 * first, 0), (2 * real, hidden)), Slice((0, first), (hidden, real))
+        kinds = (
+            ("w13_weight", "gate_up_proj", (2 * size, hidden), pairs),
+            ("w13_weight_bias", "gate_up_proj_bias", (2 * size,), Slice(pairs.offset[:1], pairs.shape[:1])),
+            ("w2_weight", "down_proj", (hidden, size), columns),
+            # The ranks that share an expert sum their outputs, and its bias once.
+            ("w2_weight_bias", "down_proj_bias", (hidden,), Slice((0,), (hidden,) if index == 0 else (0,))),
+        )
+        for buffer, kind, shape, bounds in kinds:
+            zeros = (0,) * len(shape)
+            shards = (Shard(name + kind, *bounds, local + buffer, (n, *zeros)) for n, name in enumerate(names))
+            yield Buffer(local + buffer, (len(names), *shape), tuple(shards) if bounds.volume > 0 else ())
 
 
 def _prefixed(prefix: str, buffer: Buffer) -> Buffer:
@@ -193,6 +215,11 @@ def _check_experts(architecture: ModelArchitecture, tensor_parallel: int, expert
         raise ValueError(
             f"{dense} of {architecture.num_layers} layers have no experts (mlp_only_layers, decoder_sparse_step), but "
             f"SGLang builds every layer of a {architecture.model_type} with experts; it cannot serve this model"
+        )
+    if expert_parallel > 1 and not architecture.serving.expert_parallel:
+        raise ValueError(
+            f"engine expert parallel size {expert_parallel}: SGLang gives each rank all experts of a {architecture.model_type} "
+            "that is not quantized; set sglang.ep_size = 1"
         )
     if expert_parallel > 1 and architecture.experts is None:
         raise ValueError(f"engine expert parallel size {expert_parallel} needs a mixture-of-experts model")

@@ -38,7 +38,9 @@ _BUCKET_ALIGNMENT = 128
 # Parameters of a layer in the order in which megatron-core's modules without Transformer Engine register them.
 LAYER_ORDER = (
     "input_layernorm.weight",
+    "self_attention.core_attention.softmax_offset",
     "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
     "self_attention.linear_proj.post_layernorm.weight",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -61,6 +63,7 @@ LAYER_ORDER = (
     "self_attention.linear_kv_up_proj.layer_norm_weight",
     "pre_mlp_layernorm.weight",
     "mlp.router.weight",
+    "mlp.router.bias",
     "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.linear_fc1.weight",
@@ -70,7 +73,9 @@ LAYER_ORDER = (
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.post_layernorm.weight",
     "linear_fc1.weight",  # an expert's
+    "linear_fc1.bias",
     "linear_fc2.weight",
+    "linear_fc2.bias",
 )
 
 # Part that critic.freeze names -> what the names of its local parameters contain.

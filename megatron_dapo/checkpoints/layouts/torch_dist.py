@@ -90,6 +90,11 @@ def _places(local: str, architecture: ModelArchitecture) -> Iterator[TorchDistPl
         return
     assert architecture.experts is not None, f"{local} is of an expert"
     index, tail = int(expert[1]), expert[2]
+    if architecture.linear_biases:
+        raise ValueError(
+            f"torch_dist: rows of gate and up alternate in the experts of a {architecture.model_type}, those of other Megatron tools "
+            "do not: convert it without --format torch_dist"
+        )
     along = (index, architecture.experts.num_experts)
     yield TorchDistPlace(f"decoder.layers.mlp.experts.experts.{tail}", (stacked, along))
     yield TorchDistPlace(f"decoder.layers.{layer}.mlp.experts.experts.{tail}", (along,))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.hooks import FAMILY, load_hook
-from megatron_dapo.models.families import deepseek, gemma3, llama, qwen, qwen3_next
+from megatron_dapo.models.families import deepseek, gemma3, gpt_oss, llama, qwen, qwen3_next
 from megatron_dapo.models.family import Family
 from megatron_dapo.untrusted import read_json
 
@@ -17,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     **gemma3.FAMILIES,
     **qwen3_next.FAMILIES,
     **deepseek.FAMILIES,
+    **gpt_oss.FAMILIES,
 }
 _BUILT_IN = frozenset(FAMILIES)
 

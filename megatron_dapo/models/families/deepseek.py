@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dapo.models.blocks import GroupedRouting, LatentAttention, MixtureOfExperts, Yarn
-from megatron_dapo.models.config_fields import positive, positive_number, read_rope, required
+from megatron_dapo.models.config_fields import positive, positive_number, read_rope, required, yarn_scaling
 from megatron_dapo.models.family import Family, Fields
-
-_YARN = {"factor", "original_max_position_embeddings"}
-_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
 def _with_head_dim(document: Fields) -> dict[str, Any]:
@@ -49,25 +46,11 @@ def _features(config: Fields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: dict[str, Any]) -> Yarn | None:
-    kind = fields.get("rope_type", "default")
-    given = {name: value for name, value in fields.items() if value is not None and name != "rope_type"}
-    if kind == "default" and not given:
-        return None
-    if kind != "yarn" or not _YARN <= given.keys() <= _YARN | _YARN_DEFAULTS.keys():
-        raise ValueError(
-            f"config.json: rope type {kind!r} with {sorted(given)} is not supported, only default, or yarn with "
-            f"{sorted(_YARN)} and, optionally, {sorted(_YARN_DEFAULTS)}"
-        )
-    if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
+    if bool(fields.get("mscale")) != bool(fields.get("mscale_all_dim")):
         raise ValueError(
             "config.json: rope_scaling has one of mscale and mscale_all_dim, which implementations read differently; give both"
         )
-    weights = {name: positive_number(name, given.pop(name)) for name in ("mscale", "mscale_all_dim") if given.get(name)}
-    numbers = {
-        name: positive_number(name, value) for name, value in given.items() if name not in ("mscale", "mscale_all_dim")
-    }
-    original = int(numbers.pop("original_max_position_embeddings"))
-    return Yarn(original_max_position_embeddings=original, **numbers, **weights)
+    return yarn_scaling(fields, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 
 
 def _experts(config: Fields) -> MixtureOfExperts | None:

@@ -19,7 +19,7 @@ from megatron_dapo.models.placement import (
 from megatron_dapo.rounding import round_up
 
 _PROJECTIONS = "self_attn.{}_proj.{}"
-_HEADS, _GROUPS = ("num_attention_heads", False), ("num_key_value_heads", True)  # fields of `Rows`
+HEADS, _GROUPS = ("num_attention_heads", False), ("num_key_value_heads", True)  # fields of `Rows`
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GroupedQueryAttention(LayerPart):
         for kind in self._kinds:
             parts = tuple(
                 Rows(_PROJECTIONS.format(name, kind), blocks, self.head_dim, *field)
-                for name, blocks, field in (("q", heads, _HEADS), ("k", groups, _GROUPS), ("v", groups, _GROUPS))
+                for name, blocks, field in (("q", heads, HEADS), ("k", groups, _GROUPS), ("v", groups, _GROUPS))
             )
             yield Stack(f"self_attn.qkv_proj.{kind}", parts)
         if self.qk_norm:
@@ -139,7 +139,7 @@ class GroupedQueryAttention(LayerPart):
         return 2 * max(1, self._engine_heads(engine)[1] // engine.tensor) * self.head_dim
 
     def _output(self, heads: int) -> Rows:
-        return Rows("self_attn.o_proj.weight", heads, self.head_dim, *_HEADS)
+        return Rows("self_attn.o_proj.weight", heads, self.head_dim, *HEADS)
 
     def _engine_heads(self, engine: EngineCut) -> tuple[int, int]:
         """Return the query and key-value heads of all ranks; an engine on a CPU appends heads of zeros."""

@@ -92,8 +92,10 @@ def _part_bytes(part: LayerPart, cut: EngineCut, item: int, is_fp8: bool) -> tup
     for placement in part.sglang(cut):
         if isinstance(placement, StackedExperts):
             inner = placement.inner * cut.expert // cut.tensor
-            hidden = shapes[placement.name.format(0) + "gate_proj.weight"][1]
+            matrix = "gate_up_proj" if placement.biased else "gate_proj.weight"
+            hidden = shapes[placement.name.format(0) + matrix][1]
             copies = placement.num_experts // cut.expert
+            experts += copies * item * (2 * inner + hidden) * placement.biased
             experts += copies * sum(
                 _matrix_bytes(shape, item, is_fp8) for shape in ((2 * inner, hidden), (hidden, inner))
             )

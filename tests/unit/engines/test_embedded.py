@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -70,6 +71,7 @@ CONFIGS = {
     "qwen3.5": lambda: Qwen3_5TextConfig(**{**SIZES, **DELTA}, tie_word_embeddings=True),
     "qwen3 next": lambda: Qwen3NextConfig(**{**SIZES, **DELTA}, **EXPERTS, tie_word_embeddings=False),
     "deepseek": lambda: DeepseekV3Config(**{**SIZES, **DEEPSEEK}),
+    "gpt oss": lambda: GptOssConfig(**SIZES, **GPT_OSS),
 }
 DELTA = {
     "num_hidden_layers": 3,
@@ -103,6 +105,19 @@ DEEPSEEK = {  # values have fewer dims than keys
     "topk_group": 2,
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
+}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 7,  # shorter and longer than prompts and responses
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
 }
 GEMMA3 = {
     "head_dim": 16,

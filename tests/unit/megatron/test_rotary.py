@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.megatron.model import inverse_frequencies
+from megatron_dapo.megatron.rotary import inverse_frequencies
 from megatron_dapo.models.blocks import RopeScaling
 
 PARAMETERS = [
