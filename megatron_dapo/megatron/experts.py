@@ -275,7 +275,7 @@ class MarkedBiases(_Row):
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 # megatron-core would add up the gradients of all tensor ranks, and count the first rank's for the norm.
-                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+                parameter.sequence_parallel = False
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sync_simulation import World
+from sync_simulation import PATIENT, SimulatedEngine, World, run_ranks
 from synced_server import SyncedServer
 
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.families import FAMILIES as BUILT_IN
 from megatron_dapo.parallel.layout import ParallelLayout
-from tests.families.test_table import FAMILIES
+from tests.families.test_table import FAMILIES, fitting
 
 pytestmark = pytest.mark.long  # test_sglang_layout.py loads every layout without a server
 
@@ -44,7 +45,10 @@ def save_model(directory: Path, family: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SERVED = [family for family in FAMILIES if BUILT_IN[family].serving.on_cpu]
+
+
+@pytest.mark.parametrize("family", SERVED)
 def test_logprobs_after_a_weight_sync_are_those_of_transformers(
     server_factory: Callable[..., SglangServer], tmp_path: Path, family: str
 ) -> None:
@@ -57,3 +61,18 @@ def test_logprobs_after_a_weight_sync_are_those_of_transformers(
     for version, scale in enumerate((1.0, 1.1), start=1):
         assert synced.run(syncs, version, scale).is_complete
         assert synced.gap(scale) < 1e-4
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(SERVED)))
+def test_weights_arrive_if_no_server_runs_on_a_cpu(tmp_path: Path, family: str) -> None:
+    """By the weight loader of servers, on modules with the parameters of SGLang's, whose layout test_sglang_layout.py compares."""
+    architecture = read_architecture(save_model(tmp_path / "model", family))
+    parallel = ParallelLayout(4, **fitting(FAMILIES[family], {"tensor": 2, "pipeline": 2, "sequence_parallel": True}))
+    world = World(architecture, parallel, tensor_parallel=2, bucket_bytes=64 << 10, device="cuda")
+    engine = SimulatedEngine(world.layout)
+    syncs = world.updates([engine], tmp_path, PATIENT)
+    for version in (1, 2):
+        weights = world.weights(version)
+        reports = run_ranks(world.size, lambda rank: syncs[rank].update(version, weights[rank]))  # noqa: B023
+        assert all(report.is_complete for report in reports), reports
+        assert world.holds(engine, 0, world.expected(weights))
