@@ -69,7 +69,7 @@ class Serving:
     dense_layers: bool = True  # False: every layer of a model with experts is built with experts
     expert_parallel: bool = True  # False: its loader gives every rank all experts
     on_cpu: bool = True  # False: its attention of plain torch layers, which is what runs on a CPU, cannot compute the model
-    arguments: tuple[str, ...] = ()  # further ones for a server
+    synced: tuple[str, ...] = ()  # further arguments of a server whose weights come by weight syncs
 
 
 @dataclass(frozen=True)

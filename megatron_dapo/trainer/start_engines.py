@@ -106,14 +106,17 @@ class ServerPlace:
         address = listen_address(sglang.host, self.own_address())
         require_reachable(address, sglang.host, self.nodes.num_nodes)
         settings, lora = server_settings(config, self.key_file, config.run.output_dir / "engines", first), config.model.lora
+        # The first weight sync, which is verified, replaces random weights; those next to adapters are read from model.path.
+        is_synced = not lora.serves_adapters
+        synced = read_architecture(config.model.path).serving.synced if is_synced else ()
         return replace(
             settings,
             host=address.bind,
             advertised_host=address.advertised,
             memory_saver=self.shares_devices,
             quantization=sglang.quantization,
-            random_weights=not lora.serves_adapters,  # otherwise the first weight sync, which is verified, replaces them
-            more_arguments=(*settings.more_arguments, *_adapter_arguments(lora, settings.device)),
+            random_weights=is_synced,
+            more_arguments=(*settings.more_arguments, *synced, *_adapter_arguments(lora, settings.device)),
         )
 
     def client(self, servers: Servers, server: ReadyServer) -> SglangClient:
@@ -286,10 +289,7 @@ def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: in
         draft_corpus_tokens=sglang.draft_corpus_tokens,
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
-        more_arguments=(
-            *(("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else ()),
-            *served_architecture(config.model.path, "cuda" if cuda else "cpu").serving.arguments,
-        ),
+        more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
         gpus=tuple(range(first_gpu, first_gpu + sglang.tp_size)) if cuda else (),
         more_environment=sglang.environment,
     )

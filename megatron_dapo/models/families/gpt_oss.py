@@ -91,7 +91,7 @@ FAMILIES = {
             expert_parallel=False,
             on_cpu=False,
             # The runner that it chooses otherwise transposes the experts' matrices, and a checkpoint may say MXFP4.
-            arguments=("--moe-runner-backend", "triton", "--json-model-override-args", '{"quantization_config": null}'),
+            synced=("--moe-runner-backend", "triton", "--json-model-override-args", '{"quantization_config": null}'),
         ),
     ),
 }

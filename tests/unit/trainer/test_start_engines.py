@@ -16,6 +16,7 @@ from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.connect_engines import slot_device
 from megatron_dapo.trainer.start_engines import ServerPlace, server_settings
+from tests.unit.config.architectures import DENSE, write_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -40,6 +41,7 @@ def test_a_node_without_gpu_has_no_device_memory(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPlace:
     """Of a run on one node with a seed of 5."""
+    write_model(tmp_path / "model", DENSE)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["a.jsonl"]\n[rollout]\nengine = "sglang"\n')
     config = load_config(recipe, ["run.seed=5"]).config
