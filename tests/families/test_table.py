@@ -58,8 +58,8 @@ def layouts(row: Row) -> list[dict[str, Any]]:
     virtual, context = {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2, **SEQUENCE}
     if row.experts:
         # Experts under tensor parallelism need sequence parallelism.
-        found = [{**TENSOR_PIPELINE, "sequence_parallel": True}, virtual, context, EXPERT, {"expert": 4}]
-        return [fitting(row, layout) for layout in found]
+        sizes = ({**TENSOR_PIPELINE, "sequence_parallel": True}, virtual, context, EXPERT, {"expert": 4})
+        return [fitting(row, layout) for layout in sizes]
     return [TENSOR_PIPELINE, virtual, context, {"tensor": 4}, {"context": 4}]
 
 

@@ -83,8 +83,8 @@ class HFCheckpoint(StoredModel):
             for name, file in self.files.items()
         }
         self._experts: dict[str, ExpertTensor | PackedExpertTensor] = {}
-        found, replaced = separate(stacks), set()
-        for own, (name, tensor) in found.items():
+        parts, replaced = separate(stacks), set()
+        for own, (name, tensor) in parts.items():
             self._experts[own], self.specs[own], self.files[own] = tensor, tensor.spec, self.files[name]
             if stacks[name].stored != name:
                 there, here = (whole.rpartition(".")[0] for whole in (stacks[name].stored, name))

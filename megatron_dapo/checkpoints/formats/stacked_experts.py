@@ -100,15 +100,15 @@ def separate(stacks: Mapping[str, StoredStack]) -> dict[str, tuple[str, ExpertTe
     return {
         name: (whole, tensor)
         for whole in stacks
-        if (found := _STACK.fullmatch(whole)) is not None
-        for name, tensor in _separate(found[1], found[2], stacks)
+        if (match := _STACK.fullmatch(whole)) is not None
+        for name, tensor in _separate(match[1], match[2], stacks)
     }
 
 
 def scales_of(name: str) -> str | None:
     """Return the name of the scales of a stored tensor in MXFP4; None if it is none."""
-    found = _STACK.fullmatch(name)
-    return name.removesuffix(_BLOCKS) + _SCALES if found is not None and name.endswith(_BLOCKS) else None
+    match = _STACK.fullmatch(name)
+    return name.removesuffix(_BLOCKS) + _SCALES if match is not None and name.endswith(_BLOCKS) else None
 
 
 def _separate(

@@ -45,8 +45,8 @@ class StoredExpert(NamedTuple):
 
 def stored_expert(name: str) -> StoredExpert | None:
     """Return where a checkpoint has an expert's tensor; None for any other."""
-    found = _EXPERT.fullmatch(name)
-    return None if found is None else StoredExpert(found[1] + found[3], int(found[2]), not name.endswith(_BIAS))
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else StoredExpert(match[1] + match[3], int(match[2]), not name.endswith(_BIAS))
 
 
 def experts_of(stored: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
