@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,8 +27,10 @@ from megatron_dapo.cli.options import (
     SetOption,
     refuse,
     refusing,
+    shipped_if_absent,
 )
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config.one_base import require_one_base
 from megatron_dapo.doctor.inputs import SAMPLING
 from megatron_dapo.launch.environment import slurm_allocation
 from megatron_dapo.models.config_json import planned_directory
@@ -82,6 +84,20 @@ class RunOptions:
     ] = False
 
 
+@dataclass(frozen=True)
+class TrainOptions(RunOptions):
+    """Arguments and options of `train`."""
+
+    others: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--with",
+            metavar="RECIPE",
+            help="train this recipe's LoRA adapters in the same processes, on the base weights of the first recipe; may be repeated",
+        ),
+    ] = None
+
+
 # Status lines of the checks of a recipe.
 _CHECKS: dict[Inputs, str] = {
     "none": "checking the recipe",
@@ -93,17 +109,19 @@ _CHECKS: dict[Inputs, str] = {
 _DETAILS = ("precision:", "memory of", "host memory", "engines:", "lengths:", "loss:", "learning rate:", "disk of")
 
 
-def _with_run_options(output_dir: str) -> Callable[[Callable[[RunOptions], None]], Callable[..., None]]:
-    """Give a command the options of `RunOptions`, which it takes as one value. `output_dir`: help of that option."""
-    signature = inspect.signature(RunOptions, eval_str=True)
+def _with_run_options(
+    output_dir: str, kind: type[Any] = RunOptions
+) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Give a command the options of `kind`, which it takes as one value. `output_dir`: help of that option."""
+    signature = inspect.signature(kind, eval_str=True)
     directory = Annotated[Path | None, typer.Option(help=output_dir)]
     parameters = signature.parameters | {
         "output_dir": signature.parameters["output_dir"].replace(annotation=directory)
     }
 
-    def decorate(command: Callable[[RunOptions], None]) -> Callable[..., None]:
+    def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
         def wrapped(**options: Any) -> None:
-            command(RunOptions(**options))
+            command(kind(**options))
 
         wrapped.__doc__ = command.__doc__
         wrapped.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
@@ -112,10 +130,13 @@ def _with_run_options(output_dir: str) -> Callable[[Callable[[RunOptions], None]
     return decorate
 
 
-@_with_run_options("output directory; replaces run.output_dir")
-def train(options: RunOptions) -> None:
+@_with_run_options("output directory; replaces run.output_dir", TrainOptions)
+def train(options: TrainOptions) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    _check_and_run(options, describe)
+    others = [shipped_if_absent(recipe) or recipe for recipe in options.others or []]
+    if others and options.output_dir:
+        refuse("--output-dir: with --with each recipe has its own run.output_dir")
+    _check_and_run(options, describe, others=others)
 
 
 @_with_run_options("output directory; default: value_pretraining in run.output_dir")
@@ -143,11 +164,12 @@ def _check_and_run(
     lines_of: Callable[[Plan], Iterable[str]],
     mode: str = "",
     adapt: Callable[[Config], Config] | None = None,
+    others: Sequence[Path] = (),
 ) -> None:
     """Check a run, print its lines, and start it unless it is a dry run.
 
     `mode`: the workers' flag of a run other than training, followed by its output directory. `adapt`: makes
-    its configuration from the recipe's.
+    its configuration from the recipe's. `others`: recipes that train in the same processes.
     """
     with refusing(ValueError):
         machines = machines_of(
@@ -159,16 +181,21 @@ def _check_and_run(
             is_here=options.inputs,
         )
     directory = options.output_dir
-    plan = _plan(
-        options.recipe,
-        options.overrides,
-        options.layout,
-        None if mode else directory,
-        machines,
-        adapt,
-        _inputs(options.dry_run, options.inputs),
-        options.verbose,
-    )
+    plan, *more = [
+        _plan(
+            recipe,
+            options.overrides,
+            options.layout,
+            None if mode else directory,
+            machines,
+            adapt,
+            _inputs(options.dry_run, options.inputs),
+            options.verbose,
+        )
+        for recipe in (options.recipe, *others)
+    ]
+    with refusing(ValueError):
+        require_one_base([each.loaded.config for each in (plan, *more)])
     reads_nothing = options.dry_run and not options.inputs
     if reads_nothing and (copy := planned_directory(plan.loaded.config.model.path)) != plan.loaded.config.model.path:
         typer.echo(f"model: {copy.name}, from the config.json that comes with the package")
@@ -176,7 +203,9 @@ def _check_and_run(
     is_here = not reads_nothing or slurm_allocation().num_nodes is not None
     disk = _require_disk(plan, options.free_disk if options.dry_run else None, is_here)
     shows_all = options.dry_run or options.verbose
-    for line in (*lines_of(plan), disk, *(f"warning: {doubt}" for doubt in plan.warnings)):
+    for each in more:
+        _require_disk(each, options.free_disk if options.dry_run else None, is_here)
+    for line in (*lines_of(plan), disk, *(f"warning: {doubt}" for each in (plan, *more) for doubt in each.warnings)):
         if shows_all or not line.startswith(_DETAILS):
             typer.echo(line)
     if options.dry_run:
@@ -185,7 +214,7 @@ def _check_and_run(
         return
     arguments = (mode, *([str(directory)] if directory else [])) if mode else ()
     arguments += ("--verbose",) if options.verbose else ()
-    raise typer.Exit(_run(plan, options.restarts, arguments))
+    raise typer.Exit(_run(plan, options.restarts, arguments, more))
 
 
 def rejection_sample(
@@ -404,20 +433,29 @@ def _require_disk(plan: Plan, free_gib: float | None, is_here: bool = True) -> s
     return f"{needed}; {size(space.free)} free"
 
 
-def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
-    """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
+def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = (), others: Sequence[Plan] = ()) -> int:
+    """Run the workers with `arguments`, and end with the summaries or with the first root cause as the last line."""
     from megatron_dapo.run.start import run_to_end
-    from megatron_dapo.telemetry.completions import before_and_after_table
-    from megatron_dapo.telemetry.summary import next_steps, read_summary, summary_table
 
     directory = plan.loaded.config.run.output_dir
     if sys.stderr.isatty():
         typer.echo(f"starting {plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}", err=True)
     with refusing(RuntimeError):
-        end = run_to_end(plan, arguments, restarts)
+        end = run_to_end(plan, arguments, restarts, others)
     if end is None:
         typer.echo(f"the run in {directory} is finished: nothing to do")
     code = _exit_code(end) if end else 0
+    for each in (plan, *others):
+        _show_summary(each)
+    return code
+
+
+def _show_summary(plan: Plan) -> None:
+    """Print the summary of a run that has ended."""
+    from megatron_dapo.telemetry.completions import before_and_after_table
+    from megatron_dapo.telemetry.summary import next_steps, read_summary, summary_table
+
+    directory = plan.loaded.config.run.output_dir
     if (summary := directory / "summary.json").is_file():
         console, result = Console(), read_summary(summary)
         if (example := before_and_after_table(directory / "evaluations")) is not None:
@@ -425,7 +463,6 @@ def _run(plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
         console.print(summary_table(result, directory))
         for step in next_steps(result, plan.recipe, plan.loaded.config.model.path):
             typer.echo(f"next: {step}")
-    return code
 
 
 def _exit_code(end: RunEnd) -> int:

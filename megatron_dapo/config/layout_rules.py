@@ -218,12 +218,17 @@ LORA_RULES = (
         when=_ADAPTERS,
         reason="an adapter in use cannot be replaced",
     ),
-    Rule("not computes_in_fp8", 'set precision.recipe = "", or model.lora.rank = 0', when=_LORA),
+    Rule(
+        "not computes_in_fp8",
+        'set precision.recipe = "", or model.lora.rank = 0',
+        when=_LORA,
+        reason="engines that agree with it hold FP8 weights, in which a sum drops most of an adapter",
+    ),
     Rule(
         'sglang.quantization == "none"',
         'set sglang.quantization = "none", or model.lora.rank = 0',
         when=_LORA,
-        reason="the scales of FP8 weights are computed from weights without adapters",
+        reason="an FP8 weight drops what is smaller than 3 % of it, and so most of an adapter that is merged into it",
     ),
     Rule(
         "sglang.weight_sync_full_interval == 1",

@@ -239,15 +239,20 @@ def _read_layer(layer: Any) -> _Layer:
 
 
 def _fuse(projections: Sequence[torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Make the weights of projections parts of one; return it as [in, out], and the bias if there is one."""
+    """Make the weights of projections parts of one, unless they are already (of another engine that shares the model); return it
+    as [in, out], and the bias if there is one."""
     fused: list[torch.Tensor | None] = []
     for name in ("weight", "bias"):
         parts = [getattr(projection, name) for projection in projections]
         if parts[0] is None:
             fused.append(None)
             continue
+        rows = [part.shape[0] for part in parts]
+        if len({part.data.untyped_storage().data_ptr() for part in parts}) == 1:
+            fused.append(parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride(), 0))
+            continue
         whole = torch.cat([part.data for part in parts])
-        for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        for part, view in zip(parts, whole.split(rows), strict=True):
             part.data = view
         fused.append(whole)
     weight, bias = fused

@@ -45,6 +45,7 @@ class DistributedEmbeddedEngine:
         self._load = [0] * coordination.size  # rank 0: unfinished requests a rank
         self._finished: list[Completion] = []  # the last command's, on all ranks
         self._prefix_reuse = PrefixReuse()  # summed over all ranks
+        self.prepare: Callable[[], None] = lambda: None  # called on every rank before it generates
 
     # Every rank
 
@@ -63,6 +64,7 @@ class DistributedEmbeddedEngine:
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """See `CollectiveEngine`. Unfinished requests stay where they are for the next round."""
+        self.prepare()
         return self._commands.run_on_rank0(body)
 
     # Rank 0

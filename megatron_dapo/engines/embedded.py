@@ -50,7 +50,7 @@ from megatron_dapo.engines.transformers_decoder import TransformersDecoder
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,17 @@ class EmbeddedEngine:
     `set_policy_version`, which refuses tensors that are not finite. Nothing is generated before that.
     """
 
-    def __init__(self, config: PreTrainedConfig, settings: EmbeddedEngineSettings):
+    def __init__(
+        self, config: PreTrainedConfig, settings: EmbeddedEngineSettings, lender: EmbeddedEngine | None = None
+    ):
+        """`lender`: an engine of the same model, whose weights this one shares."""
         config = config.get_text_config()  # the language part of a model with a vision tower
         check_config(config)
         self.settings = settings
         self._window = window_of(config)
-        self._model = empty_model(config, settings.dtype, settings.device)
+        self._model: PreTrainedModel = (
+            lender._model if lender else empty_model(config, settings.dtype, settings.device)
+        )
         self._vocab_size = int(config.vocab_size)
         self._version = -1
         self._prefix_reuse = PrefixReuse()
@@ -116,13 +121,18 @@ class EmbeddedEngine:
 
     @classmethod
     def from_directory(
-        cls, model_directory: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False
+        cls,
+        model_directory: str | Path,
+        settings: EmbeddedEngineSettings,
+        *,
+        trust_remote_code: bool = False,
+        lender: EmbeddedEngine | None = None,
     ) -> EmbeddedEngine:
         """Return an engine with the architecture of a Hugging Face checkpoint. Its weights are not read: a weight sync
         brings them.
         """
         config = AutoConfig.from_pretrained(str(model_directory), trust_remote_code=trust_remote_code)
-        return cls(config, settings)
+        return cls(config, settings, lender)
 
     def _allocate(self, config: PreTrainedConfig) -> None:
         settings, device = self.settings, self.settings.device

@@ -171,9 +171,10 @@ class MegatronActor(TrainedModel):
         load: Loader,
         running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
+        base: TrainedModel | None = None,
     ) -> None:
         """See `TrainedModel`."""
-        super().__init__(architecture, layout, settings, load, running_models, part)
+        super().__init__(architecture, layout, settings, load, running_models, part, base)
         self.replays_routing = settings.replays_routing
         for chunk in self.chunks if self.replays_routing else ():
             replay_routing(unwrap(chunk))
@@ -194,8 +195,12 @@ class MegatronActor(TrainedModel):
         running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
         random_seed: int | None = None,
+        base: MegatronActor | None = None,
     ) -> MegatronActor:
-        """Build the actor from a Hugging Face directory, with its weights or, given `random_seed`, with random ones."""
+        """Build the actor from a Hugging Face directory, with its weights or, given `random_seed`, with random ones.
+
+        `base`: an actor of the same directory, whose weights it shares.
+        """
         rank = (part or all_ranks()).rank
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
@@ -205,8 +210,10 @@ class MegatronActor(TrainedModel):
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
 
-        actor = cls(read_architecture(model_dir), layout, settings, load, running_models, part)
-        if settings.lora.rank and actor.rank == 0:
+        actor = cls(read_architecture(model_dir), layout, settings, load, running_models, part, base)
+        if base is not None:
+            actor.base = base.base
+        elif settings.lora.rank and actor.rank == 0:
             fingerprint = base_fingerprint(Path(model_dir)) if random_seed is None else f"random {random_seed}"
             actor.base = str(model_dir), fingerprint
         return actor

@@ -104,9 +104,13 @@ def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -
             tensors[f"step/{part.name}"] = _step_of(part)
     if optimizer is None:
         return tensors  # the random states of a process are saved with its trained model
-    random_states = {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
-    tensors.update({f"random/{name}": state for name, state in random_states.items()})
+    tensors.update({f"random/{name}": state for name, state in random_states().items()})
     return tensors
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Return the states of the process's random-number generators."""
+    return {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
 
 
 def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -219,6 +223,13 @@ def loading_buffers(parameters: Mapping[str, torch.nn.Parameter]) -> Buffers:
         else torch.full(parameter.shape, torch.nan, device="cpu")
         for name, parameter in parameters.items()
     }
+
+
+def share_parameters(parameters: Mapping[str, torch.nn.Parameter], others: Mapping[str, torch.nn.Parameter]) -> None:
+    """Let the parameters be the memory of another model's; their own is freed."""
+    assert parameters.keys() == others.keys(), "one directory and one layout"
+    for name, parameter in parameters.items():
+        parameter.data = others[name].data
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from megatron_dapo.megatron.optimizer import build_optimizer, finish_param_gathe
 from megatron_dapo.megatron.parallel_state import Groups, ParallelState, initialize_parallel_state
 from megatron_dapo.megatron.precision import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
-from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params
+from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params, share_parameters
 from megatron_dapo.megatron.tensor_overlap import initialize_overlap
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -98,9 +98,11 @@ class TrainedModel:
         load: Loader,
         running_models: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
+        base: TrainedModel | None = None,
     ) -> None:
         """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters,
         which hold NaN until then. The buffers become the main params, and rounded to the model's type, the parameters.
+        With `base`, a model of the same directory and layout, adapters are trained next to its weights, and nothing is loaded.
 
         Models with the same layout share process groups. `running_models` lists models on other layouts that will run again and
         keep their groups; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
@@ -128,7 +130,11 @@ class TrainedModel:
             initialize_overlap(self.config, layout, settings.fixed_tokens)
         schedule.sum_gradients(self.config)
         chunks = build_chunks(architecture, layout, self.config, self.rank)
-        exact = self._load(named_local_parameters(chunks), self.tensors, load)
+        exact: state.Buffers = {}
+        if base is None:
+            exact = self._load(named_local_parameters(chunks), self.tensors, load)
+        else:
+            share_parameters(named_local_parameters(chunks), base.named_local_parameters())
         if self.adapters is not None:
             attach_adapters(chunks, self.adapters, settings.lora.scale, self.rank)
             added = {name: each for name, each in named_local_parameters(chunks).items() if ADAPTER in name}

@@ -26,20 +26,24 @@ class RunEnd:
     is_printed: bool = False  # the reason is the last line that the processes have printed
 
 
-def run_to_end(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) -> RunEnd | None:
+def run_to_end(
+    plan: Plan, arguments: Sequence[str] = (), restarts: int = 0, others: Sequence[Plan] = ()
+) -> RunEnd | None:
     """Run a plan and return its end; None if it is finished already. Its summary is then in summary.json.
 
-    `arguments`: further ones of the worker. ConfigError if checkpoints do not fit the disk, RuntimeError if another run uses
+    `arguments`: further ones of the worker. `others`: runs in the same processes, on the same base weights. ConfigError if checkpoints do not fit the disk, RuntimeError if another run uses
     the same directory.
     """
-    config = plan.loaded.config
-    directory = config.run.output_dir
-    require_unused(directory)
-    if is_finished(directory, config.model_dump(mode="json"), config.checkpoint_dir):
+    configs = [each.loaded.config for each in (plan, *others)]
+    for each in configs:
+        require_unused(each.run.output_dir)
+    if all(is_finished(each.run.output_dir, each.model_dump(mode="json"), each.checkpoint_dir) for each in configs):
         return None
-    checkpoint_space(config, plan.architecture).require()
-    (directory / "summary.json").unlink(missing_ok=True)  # a run that ends without one would show its predecessor's
-    return run_workers(plan, arguments, restarts)
+    for each in configs:
+        checkpoint_space(each, plan.architecture).require()
+        (each.run.output_dir / "summary.json").unlink(missing_ok=True)  # a run that ends without one would show its predecessor's
+    more = [part for each in others for part in ("--with", str(each.recipe), *each.overrides)]
+    return run_workers(plan, (*arguments, *more), restarts)
 
 
 def run_workers(plan: Plan, arguments: Sequence[str] = (), restarts: int = 0) -> RunEnd:

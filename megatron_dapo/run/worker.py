@@ -35,7 +35,7 @@ from megatron_dapo.launch.environment import (
     supervision,
     use_expandable_segments,
 )
-from megatron_dapo.launch.lifetime import DirectoryInUse, end_of_launch, hold_directory, require_unused, restrict_files
+from megatron_dapo.launch.lifetime import DirectoryInUse, DirectoryLock, end_of_launch, hold_directory, require_unused, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.telemetry.terminal import configure_logging, end_status, show_status
 from megatron_dapo.watch.heartbeat import Heartbeat
@@ -52,6 +52,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron_dapo.run.worker")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
+    parser.add_argument(
+        "--with",
+        dest="others",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("RECIPE", "a.b=value"),
+        help="train this recipe, with these overrides, in the same processes: its adapters share the base weights of the first recipe's",
+    )
     parser.add_argument("--verbose", action="store_true", help="log how the run is built, too")
     parser.add_argument("--replay", type=Path, help="directory of a dumped rollout batch: train only on it")
     parser.add_argument(
@@ -105,6 +114,13 @@ def load_run(parsed: argparse.Namespace) -> LoadedConfig:
         if directory is not None:
             return replace(loaded, config=adapted(loaded.config, Path(directory) if directory else None))
     return loaded
+
+
+def load_others(parsed: argparse.Namespace) -> list[LoadedConfig]:
+    """Return the configurations of the recipes that --with names."""
+    from megatron_dapo.config.loader import load_config
+
+    return [load_config(Path(recipe), overrides) for recipe, *overrides in parsed.others]
 
 
 def judge(loaded: LoadedConfig) -> Verdict | None:
@@ -180,14 +196,14 @@ def _keep_servers(loaded: LoadedConfig, process: ProcessEnvironment) -> int:
     return 0
 
 
-def _settled(loaded: LoadedConfig) -> int | None:
-    """Return the exit code of a run that needs no further attempt; None if it needs one."""
+def _settled(loaded: LoadedConfig, others: Sequence[LoadedConfig]) -> int | None:
+    """Return the exit code of runs that need no further attempt; None if one of them does."""
     from megatron_dapo.watch.attempts import is_finished
     from megatron_dapo.watch.failure import EXIT_CODE
 
-    config = loaded.config
-    if is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir):
-        logging.getLogger(__name__).info("the run in %s is finished: nothing to do", config.run.output_dir)
+    configs = [each.config for each in (loaded, *others)]
+    if all(is_finished(each.run.output_dir, each.model_dump(mode="json"), each.checkpoint_dir) for each in configs):
+        logging.getLogger(__name__).info("the run in %s is finished: nothing to do", loaded.config.run.output_dir)
         return 0
     # torchrun restarts after any failure, so repeatable failures and signals end the run here.
     last = judge(loaded) if is_restarted() else None
@@ -214,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
         keep_nccl_on_loopback(process)
         return _keep_servers(load_run(parsed), process)
     try:
-        if parsed.replay is None and (settled := _settled(load_run(parsed))) is not None:
+        if parsed.replay is None and (settled := _settled(load_run(parsed), load_others(parsed))) is not None:
             return settled
     except ValueError:  # The run below reports errors of the configuration.
         pass
@@ -245,7 +261,7 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     from megatron_dapo.parallel.store import open_store, restrict_stores
     from megatron_dapo.watch.attempts import begin_attempt, exit_code_at
 
-    output_dir = loaded.config.run.output_dir
+    output_dir, others = loaded.config.run.output_dir, load_others(parsed)
     restrict_stores(process.num_nodes)
     if not loaded.config.sglang.urls:
         keep_nccl_on_loopback(process)
@@ -257,6 +273,7 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     lock, attempt = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable, launched_by)
     if process.rank == 0:
         begin_attempt(output_dir, attempt, batch_job())
+    locks = [_hold_other(other.config.run.output_dir) for other in others if process.rank == 0]
     heartbeat.describe(output_dir, attempt, watch_limits(loaded.config.run))
     write_worker_pid(output_dir, process.rank)
     heartbeat.is_on_gpu = _use_own_device(process)
@@ -274,10 +291,20 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
         from megatron_dapo.trainer.context import RunProcess
 
         place = process.rank, process.world_size, rendezvous_host(), process.num_nodes
-        reason = run(loaded, RunProcess(*place, heartbeat, job_end_time(), supervision()))
-    if lock is not None:
-        lock.release()
+        more = {"others": others} if others else {}  # only training has any
+        reason = run(loaded, RunProcess(*place, heartbeat, job_end_time(), supervision()), **more)
+    for each in filter(None, (lock, *locks)):
+        each.release()
     return exit_code_at(reason)
+
+
+def _hold_other(output_dir: Path) -> DirectoryLock:
+    """Lock the directory of a run that shares the processes of another, and begin an attempt there. On rank 0."""
+    from megatron_dapo.watch.attempts import begin_attempt, next_attempt
+
+    lock = DirectoryLock(output_dir)
+    begin_attempt(output_dir, next_attempt(output_dir), batch_job())
+    return lock
 
 
 def watch_limits(run: RunConfig) -> WatchLimits:

@@ -42,6 +42,15 @@ class PhaseTimer:
             self._turn()
             self._open.pop()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent inside."""
+        self._turn()
+        yield
+        now = self._clock()
+        self._start += now - self._mark
+        self._mark = now
+
     def finish_step(self) -> dict[str, float]:
         """Return the seconds by phase, "unaccounted" and "step" since the last call, and start the next step.
 

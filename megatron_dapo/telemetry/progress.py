@@ -194,10 +194,13 @@ class LogProgress:
 ProgressView = LiveProgress | LogProgress
 
 
-def progress_view(total: int, alarm: float, finished: int = 0, console: Console | None = None) -> ProgressView:
-    """Return a live line on a terminal, log lines otherwise. `alarm`: the mismatch above which the figure is marked."""
+def progress_view(
+    total: int, alarm: float, finished: int = 0, console: Console | None = None, is_alone: bool = True
+) -> ProgressView:
+    """Return a live line on a terminal, log lines otherwise and if the run shares the terminal with others. `alarm`: the
+    mismatch above which the figure is marked."""
     end_status()
     console = console or logging_console()
-    if console.is_terminal and not console.is_dumb_terminal:
+    if is_alone and console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(total, alarm, finished, console)
     return LogProgress(total, alarm, finished)

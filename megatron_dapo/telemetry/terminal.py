@@ -46,6 +46,7 @@ class TerminalHandler(logging.Handler):
         super().__init__()
         self.console = terminal(stream)
         self._draws = not rank
+        self.mark = ""  # begins each line
         self._status: Status | None = None
         if not self.console.is_terminal:
             prefix = f"{'' if rank is None else f'[rank {rank}] '}%(levelname)s %(name)s: "
@@ -57,7 +58,7 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         try:
-            line = self.format(record)
+            line = self.mark + self.format(record)
             if not self.console.is_terminal:
                 self.console.file.write(line + "\n")
                 self.console.file.flush()
@@ -110,6 +111,19 @@ def end_status() -> None:
     """Remove the line of `show_status`: before another one is drawn, and before this process ends."""
     if (handler := _handler()) is not None:
         handler.hide()
+
+
+@contextmanager
+def marked(name: str) -> Iterator[None]:
+    """Begin the log lines of this process with a name inside."""
+    handler = _handler()
+    if handler is not None:
+        handler.mark = f"{name}: "
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handler.mark = ""
 
 
 def _handler() -> TerminalHandler | None:

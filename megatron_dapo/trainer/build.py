@@ -44,13 +44,14 @@ from megatron_dapo.trainer.topology import RunTopology
 logger = logging.getLogger(__name__)
 
 
-def build_actor(config: Config, topology: RunTopology) -> MegatronActor | None:
+def build_actor(config: Config, topology: RunTopology, base: MegatronActor | None = None) -> MegatronActor | None:
     """Return this rank's part of the policy with the weights of model.path; None on ranks with only the critic.
 
-    Collective over the world.
+    `base`: the policy of another run, whose weights this one shares. Collective over the world.
     """
     if topology.policy.is_member:
-        return _load_policy(config, topology, config.rollout.routing_replay)
+        settings = _actor_settings(config, topology, config.rollout.routing_replay)
+        return _load_actor(config, topology, config.model.path, settings, base=base)
     join_as_nonmember(topology.policy_layout, topology.policy, collective_timeout(config.run.wait_timeout_seconds))
     return None
 
@@ -123,10 +124,6 @@ def mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
 # ---- models
 
 
-def _load_policy(config: Config, topology: RunTopology, replays_routing: bool = False) -> MegatronActor:
-    return _load_actor(config, topology, config.model.path, _actor_settings(config, topology, replays_routing))
-
-
 def _load_frozen(
     config: Config,
     topology: RunTopology,
@@ -174,7 +171,12 @@ def _actor_settings(config: Config, topology: RunTopology, replays_routing: bool
 
 
 def _load_actor(
-    config: Config, topology: RunTopology, path: Path, settings: ActorSettings, running_models: Sequence[TrainedModel] = ()
+    config: Config,
+    topology: RunTopology,
+    path: Path,
+    settings: ActorSettings,
+    running_models: Sequence[TrainedModel] = (),
+    base: MegatronActor | None = None,
 ) -> MegatronActor:
     # Without permission, the loader fails and names the missing files, which helps more than a random policy.
     is_random = path == config.model.path and config.model.allow_random_init and not any(path.glob("*.safetensors"))
@@ -182,7 +184,8 @@ def _load_actor(
         logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
     seed = config.run.seed if is_random else None
     layout, part = topology.policy_layout, topology.policy
-    return MegatronActor.build(path, layout, settings, running_models, part=part, random_seed=seed)
+    running = [*running_models, *([base] if base else [])]
+    return MegatronActor.build(path, layout, settings, running, part=part, random_seed=seed, base=base)
 
 
 def _fixed_tokens(options: Mapping[str, Any], micro_batch_tokens: int, layout: ParallelLayout) -> int:

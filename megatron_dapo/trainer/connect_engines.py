@@ -38,7 +38,9 @@ from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, TensorSpec
 from megatron_dapo.rounding import MIB
+from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.start_engines import RunServers, build_local_engine
+from megatron_dapo.trainer.turns import DuePublisher, SharedBase
 from megatron_dapo.types import Completion, GenerationRequest, RoutingShape
 
 Result = TypeVar("Result")
@@ -92,22 +94,32 @@ class NoEngine:
 
 
 def connect_engines(
-    config: Config, ranks: RankSet, commands: Rank0Commands, run: RunServers | None, actor: MegatronActor | None
+    config: Config,
+    ranks: RankSet,
+    commands: Rank0Commands,
+    run: RunServers | None,
+    actor: MegatronActor | None,
+    turns: tuple[SharedBase, Phases] | None = None,
 ) -> Engines:
     """Return the engines with a weight sync from this rank's part of the actor. Collective.
 
-    `ranks`: those that hold the policy. `run`: what `start_engines` returned. Engines have no weights before the first
-    `publish`.
+    `ranks`: those that hold the policy. `run`: what `start_engines` returned. `turns`: what several runs of this process share, and this
+    run's phases. Engines have no weights before the first `publish`.
     """
     if actor is None:
         nothing = NoEngine(commands)
         return Engines(nothing, nothing)
     assert ranks.coordination is not None, "ranks with an actor hold the policy"
     if run is None:
-        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), ranks.coordination, commands)
+        local = build_local_engine(config, config.model.path, turns[0].engine if turns else None)
+        engine = DistributedEmbeddedEngine(local, ranks.coordination, commands)
         weights = WeightSource(actor, ranks.rank, ranks.coordination)
         sync = local_weight_sync(actor.tensors, engine, ranks.group, ranks.coordination, weights=weights)
-        return Engines(engine, sync)
+        if turns is None:
+            return Engines(engine, sync)
+        publisher = DuePublisher(sync, *turns)
+        engine.prepare, turns[0].engine = publisher.bring, local
+        return Engines(engine, publisher)
     make_source = AdapterSource if config.model.lora.serves_adapters else SOURCES[config.sglang.quantization]
     source = make_source(actor, ranks.rank, ranks.coordination)
     run.engines.attach(

@@ -112,12 +112,25 @@ class TrainingLoop:
         The state is also saved before an error is raised because no batch can be collected, an evaluation fails, or the
         servers are lost for good.
         """
+        *_, reason = self.turns()
+        return reason
+
+    def turns(self, is_settled: bool = False) -> Iterator[str]:
+        """Do the work of `run`; yield "" after each train step, and last the reason. `is_settled`: with no save in flight."""
         self._begin()
         try:
-            reason = self._train()
+            while not (reason := self._reason_to_end() or self._step()):
+                if is_settled:
+                    self._finish_save()
+                with self._phases.timer.paused():
+                    yield ""
         except ServersFailed:
             self._save_after_failure()
             raise
+        yield self._end(reason)
+
+    def _end(self, reason: str) -> str:
+        """Save and evaluate at the end for `reason`; return it, or that a signal cut the evaluation short."""
         if reason == STOPPED_BY_SIGNAL:
             if self._parts.evaluator is not None:
                 self._parts.evaluator.cancel()  # a run that resumes with this step repeats it
@@ -150,26 +163,23 @@ class TrainingLoop:
         # The first row of metrics covers only the first train step, not the start-up.
         self._phases.timer.finish_step()
 
-    def _train(self) -> str:
-        """Train to the end of the run and return its reason."""
-        progress = self._progress
-        while not (reason := self._reason_to_end()):
-            step = progress.train_step
-            batch = self._generate()
-            if batch is None:
-                return STOPPED_BY_SIGNAL
-            # An empty batch has no step: AdamW would move the weights without a gradient.
-            if batch.should_stop or not batch.samples:
-                return "data exhausted"
-            self._learn(batch, step)
-            self._serve()
-            self._record()
-            # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
-            if self._evaluation_is_due():
-                self._begin_evaluation()
-            if self._is_due(self._config.checkpoint.interval):
-                self._start_save()
-        return reason
+    def _step(self) -> str:
+        """Make one train step; return the reason if the run ends without it."""
+        batch, step = self._generate(), self._progress.train_step
+        if batch is None:
+            return STOPPED_BY_SIGNAL
+        # An empty batch has no step: AdamW would move the weights without a gradient.
+        if batch.should_stop or not batch.samples:
+            return "data exhausted"
+        self._learn(batch, step)
+        self._serve()
+        self._record()
+        # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
+        if self._evaluation_is_due():
+            self._begin_evaluation()
+        if self._is_due(self._config.checkpoint.interval):
+            self._start_save()
+        return ""
 
     def _learn(self, batch: RolloutBatch, step: int) -> None:
         """Train one batch."""
@@ -274,9 +284,7 @@ class TrainingLoop:
             logger.warning(
                 "train step %d: trainer and engine differ by %.3g nats a token on average, above %.3g (mismatch.alarm); "
                 "further steps are only marked in the report",
-                step + 1,
-                gap,
-                self._mismatch_alarm,
+                *(step + 1, gap, self._mismatch_alarm),
             )
         growth = self._trend.observe(gap)
         self._progress.mismatch_trend = self._trend.state_dict()
@@ -284,10 +292,7 @@ class TrainingLoop:
             logger.warning(
                 "train step %d: the difference between trainer and engine has grown from %.3g to %.3g nats a token within "
                 "%d steps (mismatch.trend_factor)",
-                step + 1,
-                growth.before,
-                growth.now,
-                growth.num_steps,
+                *(step + 1, growth.before, growth.now, growth.num_steps),
             )
 
     def _record(self) -> None:
@@ -423,10 +428,7 @@ class TrainingLoop:
         elif max_over({"is_late": float(left < _MARGIN * self._save_seconds)})["is_late"]:
             logger.warning(
                 "no checkpoint of train step %d: %.0f s are left and the last one took %.0f s; that of step %d stands",
-                step,
-                left,
-                self._save_seconds,
-                self.saved_step,
+                *(step, left, self._save_seconds, self.saved_step),
             )
         else:
             self._save()

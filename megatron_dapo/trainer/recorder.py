@@ -144,13 +144,14 @@ class Recorder:
         planned: PlannedRun | None = None,
         operations: str = "",
         turns: Mapping[str, Any] | None = None,
+        is_alone: bool = True,
     ) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest step evaluated, -1 if none.
 
         `tokenizer`: a transformers tokenizer, for samples token by token; None for only texts. `machine`: describes
         layout and devices. `planned`: the run as `plan` predicts it, compared with an early step; None if the plan does
         not know the devices. `operations`: their implementations as a table, and `turns`: the template's proof, both for
-        provenance.json.
+        provenance.json. `is_alone`: no other run shows its progress on the same terminal.
         """
         telemetry = config.telemetry
         # Rows after the checkpoint that the run resumes from are cut off, because they will be written again.
@@ -176,7 +177,8 @@ class Recorder:
         self._references = [read_record(path) for path in telemetry.references]
         self.progress: ProgressView | None = None
         if telemetry.progress:
-            self.progress = progress_view(config.run.total_steps, mismatch_alarm(config), train_step)
+            steps = config.run.total_steps, mismatch_alarm(config), train_step
+            self.progress = progress_view(*steps, is_alone=is_alone)
 
     def _note_provenance(
         self, config: Config, machine: str, operations: str, turns: Mapping[str, Any] | None

@@ -6,9 +6,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from megatron_dapo.checkpoints.disk_space import checkpoint_space
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.memory_copies import MemoryCopies
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
+from megatron_dapo.config.one_base import require_one_base
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
 from megatron_dapo.files.durable import Files
@@ -41,7 +42,7 @@ from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.prometheus import prometheus_endpoint
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
-from megatron_dapo.trainer.build_rollout import RolloutData, build_collector, build_evaluator, build_rollout_data
+from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_data
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, join_keepers, save_training_state
 from megatron_dapo.trainer.connect_engines import connect_engines
 from megatron_dapo.trainer.context import RunContext, RunProcess
@@ -53,6 +54,7 @@ from megatron_dapo.trainer.rollout import Rollout
 from megatron_dapo.trainer.sft import ExampleBatches, SftLoop
 from megatron_dapo.trainer.start_engines import start_engines
 from megatron_dapo.trainer.topology import RunTopology, run_topology
+from megatron_dapo.trainer.turns import RunTurn, SharedBase, take_turns
 from megatron_dapo.watch.attempts import STOPPED_BY_SIGNAL, record_end, require_new_run
 from megatron_dapo.watch.heartbeat import Heartbeat
 from megatron_dapo.watch.signals import StopRequest
@@ -61,16 +63,26 @@ from megatron_dapo.watch.verdict import CONNECT
 logger = logging.getLogger(__name__)
 
 
-def run_training(loaded: LoadedConfig, process: RunProcess) -> str:
-    """Run a configuration through to the exported model; return why the run ended. Every process of the run calls this."""
+def run_training(loaded: LoadedConfig, process: RunProcess, others: Sequence[LoadedConfig] = ()) -> str:
+    """Run a configuration through to the exported model; return why the run ended. Every process of the run calls this.
+
+    `others`: runs that share the base weights, see `trainer.turns`. The reason is that of a stop if a signal stopped any.
+    """
     start = time.perf_counter()
-    with prepared_run(loaded, process) as run:
-        reason = run.loop.run()
-        with run.context.phases.watch("export"):
-            run.context.files.require_held()
-            exports = run.export(reason)
-        run.summarize(reason, exports, time.perf_counter() - start)
-    return reason
+    with prepared_runs([loaded, *others], process) as runs:
+        reasons, first = set[str](), ""
+        for run, reason in take_turns(runs):
+            with run.context.phases.watch("export"):
+                run.context.files.require_held()
+                exports = run.export(reason)
+            reasons.add(reason)
+            if run is runs[0]:
+                first, exports_of_first = reason, exports
+            else:
+                run.summarize(reason, exports, time.perf_counter() - start)
+        # Last: its directory records the attempt, which has not ended before all runs have.
+        runs[0].summarize(first, exports_of_first, time.perf_counter() - start)
+    return STOPPED_BY_SIGNAL if STOPPED_BY_SIGNAL in reasons else first
 
 
 @dataclass
@@ -81,6 +93,7 @@ class PreparedRun:
     loop: TrainingLoop
     parts: Parts
     progress: RunProgress
+    turn: AbstractContextManager[None] = field(default_factory=nullcontext)  # entered for each turn
 
     def export(self, reason: str) -> dict[str, Path]:
         """Export the trained models as Hugging Face directories unless a signal ended the run; return them by name.
@@ -173,42 +186,60 @@ def prepared_run(
 
     With `stop_rule`, only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
-    config, rank = loaded.config, process.rank
+    with prepared_runs([loaded], process, stop_rule) as [run]:
+        yield run
+
+
+@contextmanager
+def prepared_runs(
+    every: Sequence[LoadedConfig], process: RunProcess, stop_rule: StopRule | None = None
+) -> Iterator[list[PreparedRun]]:
+    """Build runs that share the base weights, or one run; see `prepared_run`. The first one's settings hold for the process.
+
+    ValueError if they cannot share the process.
+    """
+    config, rank = every[0].config, process.rank
+    require_one_base([loaded.config for loaded in every])
     architecture = read_architecture(config.model.path)
     cluster = cluster_here(process.num_nodes, process.world_size)
-    require_runnable(config, cluster, architecture, process.world_size)
-    if rank == 0:
-        checkpoint_space(config, architecture).require()
+    for loaded in every:
+        require_runnable(loaded.config, cluster, architecture, process.world_size)
+        if rank == 0:
+            checkpoint_space(loaded.config, architecture).require()
     if config.run.deterministic:
         use_deterministic_kernels()
     if config.rollout.engine == "sglang" and config.sglang.weight_sync_transport == "p2p":
         take_defaults_of_sglang(os.environ)  # SGLang's ranks share communicators with this one
     # Create the default group first: topology, coordination and every other group depend on it.
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
-    if rank == 0:
-        write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
-        if rank == 0:
-            where = config.telemetry.prometheus_host, config.telemetry.prometheus_port
-            stack.enter_context(prometheus_endpoint(*where, config.run.output_dir, config.run.name))
+        for loaded in every if rank == 0 else ():
+            own = loaded.config
+            write_resolved(loaded, own.run.output_dir / "config.json")
+            where = own.telemetry.prometheus_host, own.telemetry.prometheus_port
+            stack.enter_context(prometheus_endpoint(*where, own.run.output_dir, own.run.name))
         stop = stack.enter_context(StopRequest(process.end_time, config.run.stop_notice_seconds))
         stop.share(dist.distributed_c10d._get_default_store())
         topology = run_topology(config, process.rendezvous_host, process.supervision)
         heartbeat = process.heartbeat or Heartbeat(rank)
         files = _start_files(heartbeat, stack)
-        files.hold(*_directories_of(config))
-        phases = Phases(watch=_watch(config, topology, heartbeat))
-        context = RunContext(config, topology, phases, files, stop, stack)
+        files.hold(*(each for loaded in every for each in _directories_of(loaded.config)))
+        watch = _watch(config, topology, heartbeat)
         node_watch = _start_node_watch(config, heartbeat, stack)
-        with phases.watch("build"):
+        runs: list[PreparedRun] = []
+        base = SharedBase() if len(every) > 1 else None
+        with watch("build"):
             copies = join_keepers(config, topology)
             if copies is not None:
                 stack.callback(copies.close)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-            planned = PlannedRun.of(config, process.world_size, cluster, device)
-            run = _build(context, planned, stop_rule, node_watch, copies)
-        heartbeat.train_step = lambda: run.progress.train_step
-        yield run
+            for own in (loaded.config for loaded in every):
+                context = RunContext(own, topology, Phases(watch=watch), files, stop, stack)
+                planned = PlannedRun.of(own, process.world_size, cluster, device)
+                with RunTurn(own.run.name) if base else nullcontext():
+                    runs.append(_build(context, planned, stop_rule, None if runs else node_watch, copies, base))
+        heartbeat.train_step = lambda: sum(run.progress.train_step for run in runs)
+        yield runs
         if copies is not None and not stop.requested:
             copies.end()
     # Leave together: a rank that exits early tears down connections that others still use.
@@ -222,13 +253,16 @@ def _build(
     stop_rule: StopRule | None,
     node_watch: NodeWatch | None,
     copies: MemoryCopies | None,
+    base: SharedBase | None = None,
 ) -> PreparedRun:
     config, topology, phases = context.config, context.topology, context.phases
     # Start servers first: they come up while the actor is built or, on the trainer's GPUs, before it takes memory.
     commands = Rank0Commands(topology.coordination)
     servers = start_engines(config, topology, commands, context.stack)
-    actor = build_actor(config, topology)
-    engines = connect_engines(config, topology.policy, commands, servers, actor)
+    actor = build_actor(config, topology, base.actor if base else None)
+    engines = connect_engines(config, topology.policy, commands, servers, actor, (base, phases) if base else None)
+    if base is not None:
+        base.actor = base.actor or actor
     # Only rank 0 reads data and starts verifiers; the other ranks get samples by broadcast.
     data = build_rollout_data(context, engines) if topology.rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
@@ -255,7 +289,8 @@ def _build(
         operations = actor.operations if actor is not None else ""
         turns = data.proof.describe() if data.proof else None
         recorder = Recorder(
-            config, progress.train_step, evaluated, context.files, tokenizer, machine, planned, operations, turns
+            *(config, progress.train_step, evaluated, context.files, tokenizer, machine, planned, operations, turns),
+            is_alone=base is None,
         )
         context.stack.callback(recorder.close)
         phases.display = recorder.progress
@@ -285,7 +320,7 @@ def _build(
     if config.algorithm.name == "sft":
         loop = SftLoop(context, parts, progress, ExampleBatches(examples, topology.coordination))
     loop.saved_step = saved_step  # a run that resumes at its end need not save again
-    return PreparedRun(context, loop, parts, progress)
+    return PreparedRun(context, loop, parts, progress, RunTurn(config.run.name) if base else nullcontext())
 
 
 def _machine(config: Config, topology: RunTopology) -> str:

@@ -248,15 +248,16 @@ def _join_supervisor(
     return client
 
 
-def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
-    """Return an embedded engine in this process for the architecture of `model_dir`, without weights."""
+def build_local_engine(config: Config, model_dir: Path, lender: EmbeddedEngine | None = None) -> EmbeddedEngine:
+    """Return an embedded engine in this process for the architecture of `model_dir`, without weights, or with those of `lender`."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
         max_length=config.longest_sequence,
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    return EmbeddedEngine.from_directory(model_dir, settings, trust_remote_code=config.model.trust_remote_code)
+    trusts = config.model.trust_remote_code
+    return EmbeddedEngine.from_directory(model_dir, settings, trust_remote_code=trusts, lender=lender)
 
 
 def server_settings(config: Config, key_file: Path, log_dir: Path, first_gpu: int) -> ServerSettings:

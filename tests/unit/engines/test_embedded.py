@@ -261,6 +261,24 @@ def test_a_sample_depends_on_its_seed_not_on_its_batch(name: str, num_slots: int
 
 
 @pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("name", CACHES)
+def test_engines_that_share_weights_generate_by_what_was_loaded_last(name: str) -> None:
+    models = [reference_model(name, seed) for seed in (0, 1)]
+    first = make_engine(models[0])
+    second = EmbeddedEngine(models[0].config, EmbeddedEngineSettings(max_slots=3, max_length=96), lender=first)
+    for own, other in zip(first.parameters_by_name().values(), second.parameters_by_name().values(), strict=True):
+        assert own.data_ptr() == other.data_ptr()
+    for version, (model, engine, num_slots) in enumerate([(models[1], second, 3), (models[0], first, 8), (models[1], second, 3)]):
+        load(first, model)
+        engine.set_policy_version(version)
+        alone = make_engine(model, max_slots=num_slots)
+        for each in (engine, alone):
+            each.submit(make_requests(3, seed=version))
+        wanted = {key: replace(one, versions=(replace(one.versions[0], version=version),)) for key, one in drain(alone).items()}
+        assert drain(engine) == wanted
+
+
+@pytest.mark.usefixtures("decoder")
 def test_equal_submissions_give_equal_streams() -> None:
     model = reference_model()
     streams = []

@@ -169,6 +169,31 @@ def test_offloading_changes_no_bit_of_the_served_weights(references: str) -> Non
     assert all(torch.equal(other[name], each) for other in found[1:] for name, each in found[0].items())
 
 
+def test_adapters_that_share_a_base_train_as_each_does_alone(base: Path, tmp_path: Path) -> None:
+    chosen = (LORA, LoraConfig(rank=2, targets=("q_proj", "up_proj")), LoraConfig(rank=8, alpha=3.0))
+
+    def settings(index: int) -> ActorSettings:
+        return ActorSettings(optimizer=OPTIMIZER, lora=chosen[index], seed=index)
+
+    first = MegatronActor.build(base, LAYOUT, settings(0))
+    actors = [first, *(MegatronActor.build(base, LAYOUT, settings(index), [first], base=first) for index in (1, 2))]
+    for name, parameter in first.named_local_parameters().items():
+        assert all(actor.named_local_parameters()[name].data_ptr() == parameter.data_ptr() for actor in actors), name
+    for seed in (0, 1):
+        for index, actor in enumerate(actors):
+            step(actor, 10 * index + seed)
+    save(actors[1], tmp_path / "saved")
+    actors[1] = MegatronActor.build(base, LAYOUT, settings(1), [first], base=first)
+    actors[1].saved_state.load(tmp_path / "saved", "policy")
+    losses = [step(actor, 10 * index + 2) for index, actor in enumerate(actors)]
+    for index, actor in enumerate(actors):
+        alone = MegatronActor.build(base, LAYOUT, settings(index))
+        assert [step(alone, 10 * index + seed) for seed in (0, 1, 2)][2] == losses[index]
+        wanted = alone.saved_state.tensors()
+        assert all(torch.equal(tensor, wanted[key]) for key, tensor in actor.saved_state.tensors().items())
+        assert alone.base == actor.base
+
+
 def save(actor: MegatronActor, directory: Path) -> None:
     directory.mkdir()
     HERE.write_tensors(directory / rank_file("policy", 0), actor.saved_state.tensors())

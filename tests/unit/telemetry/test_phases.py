@@ -42,6 +42,18 @@ def test_an_error_closes_its_phase() -> None:
     assert timer.finish_step() == {"train": 3.0, "unaccounted": 5.0, "step": 8.0}
 
 
+def test_time_in_which_the_timer_is_paused_belongs_to_no_step() -> None:
+    clock = Clock()
+    timer = PhaseTimer(["train"], clock)
+    with timer.phase("train"):
+        clock.now += 1
+    clock.now += 2
+    with timer.paused():
+        clock.now += 4
+    clock.now += 8
+    assert timer.finish_step() == {"train": 1.0, "unaccounted": 10.0, "step": 11.0}
+
+
 def test_unknown_phase() -> None:
     with pytest.raises(ValueError, match="no phase 'tain'; there are train"), PhaseTimer(["train"]).phase("tain"):
         pass

@@ -274,7 +274,7 @@ def test_a_run_may_end_by_its_training_seconds_and_is_evaluated_once(interval: i
     world.loop._config.evaluation = SimpleNamespace(at_start=False, at_end=True, interval=interval, background=False)
     # A step of three seconds, of which an evaluation took half of one.
     times = {"step": 3.0, "evaluate": 0.5, "checkpoint": 0.0}
-    timer = SimpleNamespace(finish_step=lambda: times)
+    timer = SimpleNamespace(finish_step=lambda: times, paused=nullcontext)
     world.loop._phases.timer = timer
     seen: list[int] = []
     world.loop._parts.evaluator = SimpleNamespace(evaluate=seen.append)
