@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from megatron_dapo.bridge.protocol.messages import Command, CommandReply
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
+from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.base import (
-    Call,
     EngineHandles,
+    EngineLoads,
     ServerControl,
     SyncDeadline,
     SyncRequest,
     TransferResult,
-    reason_of,
 )
 from megatron_dapo.reshard.execution import Buffers, execute_distributed
 from megatron_dapo.reshard.layout import Layout, PartialLayout, ReplicatedLayout, TensorSpec
@@ -78,9 +77,7 @@ class AdapterTransport:
 
     def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
         """Prepare the result: there is nothing to connect."""
-        self._request, self._deadline = request, deadline
-        self._result = TransferResult(ExpectedChecksums(self.plan))
-        self._loads: dict[int, Call[tuple[CommandReply, ...]]] = {}
+        self._request, self._loads = request, EngineLoads(self.plan, self.rank, deadline)
 
     def send(self, sources: Buffers) -> None:
         """Gather the adapters and have the engines of this rank load them while the checksums are computed."""
@@ -96,22 +93,12 @@ class AdapterTransport:
             checksums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in named.items()}
             payload = encode_tensors(named)
             for engine in engines:
-                self._loads[engine] = Call(partial(self._load, engine, on_host, payload, checksums))
-        size = self.plan.engines.tensor_parallel
-        for engine_rank in self.plan.destinations(self.rank):
-            if engine_rank // size in self._request.engines:
-                self._result.expected.add_plan(engine_rank, self.rank, sources)
+                self._loads.start(engine, partial(self._load, engine, on_host, payload, checksums))
+        self._loads.count(self._request.engines, sources)
 
     def finish(self) -> TransferResult:
         """Collect the replies."""
-        for engine, call in self._loads.items():
-            try:
-                self._result.replies[engine] = call.result(self._deadline, f"engine {engine}, which loads adapters")
-                self._result.num_bytes[engine] = sum(self.plan.num_bytes(rank) for rank in self.plan.ranks_of(engine))
-            # An engine can fail with any exception; that must not fail this rank.
-            except Exception as error:
-                self._result.fail(engine, reason_of(error))
-        return self._result
+        return self._loads.collect("adapters")
 
     def close(self) -> None:
         """Do nothing: no memory or connection outlives a sync."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -205,6 +205,37 @@ class Call(Generic[Result]):
         if self._error is not None:
             raise self._error
         return self._outcome[0]
+
+
+class EngineLoads:
+    """The loads of one sync by the engines that this rank leads, each in a thread, when engines load by themselves."""
+
+    def __init__(self, plan: SyncPlan, rank: int, deadline: SyncDeadline) -> None:
+        self.result = TransferResult(ExpectedChecksums(plan))
+        self._plan, self._rank, self._deadline = plan, rank, deadline
+        self._calls: dict[int, Call[tuple[CommandReply, ...]]] = {}
+
+    def start(self, engine: int, load: Callable[[], tuple[CommandReply, ...]]) -> None:
+        """Begin the load of an engine, which returns the replies of its ranks."""
+        self._calls[engine] = Call(load)
+
+    def count(self, engines: Collection[int], sources: Buffers) -> None:
+        """Count this rank's share of what the engines load."""
+        for engine_rank in self._plan.destinations(self._rank):
+            if engine_rank // self._plan.engines.tensor_parallel in engines:
+                self.result.expected.add_plan(engine_rank, self._rank, sources)
+
+    def collect(self, what: str) -> TransferResult:
+        """Wait for the loads of `what`, and return their outcomes."""
+        result, plan = self.result, self._plan
+        for engine, call in self._calls.items():
+            try:
+                result.replies[engine] = call.result(self._deadline, f"engine {engine}, which loads {what}")
+                result.num_bytes[engine] = sum(plan.num_bytes(rank) for rank in plan.ranks_of(engine))
+            # An engine can fail with any exception; that must not fail this rank.
+            except Exception as error:
+                result.fail(engine, reason_of(error))
+        return result
 
 
 def call_within(function: Callable[[], Result], seconds: float, what: str) -> Result:

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dapo.bridge.protocol.messages import Command, CommandReply
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
+from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
-    Call,
     EngineHandles,
+    EngineLoads,
     ServerControl,
     SyncDeadline,
     SyncRequest,
@@ -63,8 +63,7 @@ class DiskTransport:
         """Prepare the result; engines hear of the sync once the directory is complete."""
         self._request, self._deadline = request, deadline
         self._target = self.directory / f"{PREFIX}{request.sync_id}"
-        self._result = TransferResult(ExpectedChecksums(self.plan))
-        self._loads: dict[int, Call[tuple[CommandReply, ...]]] = {}
+        self._loads = EngineLoads(self.plan, self.rank, deadline)
 
     def send(self, sources: Buffers) -> None:
         """Write the directory, then have the engines of this rank load it while the checksums are computed."""
@@ -73,22 +72,12 @@ class DiskTransport:
             return
         target = self._target
         for engine in self.handles.led_by(self.rank, request.engines):
-            self._loads[engine] = Call(partial(self._load, engine, request, target))
-        size = self.plan.engines.tensor_parallel
-        for engine_rank in self.plan.destinations(self.rank):
-            if engine_rank // size in request.engines:
-                self._result.expected.add_plan(engine_rank, self.rank, sources)
+            self._loads.start(engine, partial(self._load, engine, request, target))
+        self._loads.count(request.engines, sources)
 
     def finish(self) -> TransferResult:
         """Collect the replies. Rank 0 removes older versions once every engine has loaded this one."""
-        request, result = self._request, self._result
-        for engine, call in self._loads.items():
-            try:
-                result.replies[engine] = call.result(self._deadline, f"engine {engine}, which loads {self._target}")
-                result.num_bytes[engine] = sum(self.plan.num_bytes(rank) for rank in self.plan.ranks_of(engine))
-            # An engine can fail with any exception; that must not fail this rank.
-            except Exception as error:
-                result.fail(engine, reason_of(error))
+        request, result = self._request, self._loads.collect(str(self._target))
         what = f"weight sync {request.sync_id}, the loads"
         has_failed = self.coordination.merge(bool(result.failures), any, what, self._deadline.left_s + _GRACE_S)
         if request.engines and not has_failed and self.rank == 0:
@@ -111,7 +100,7 @@ class DiskTransport:
             problem, lambda views: next(filter(None, views), ""), what, self._deadline.left_s
         )
         for engine in self._request.engines if first else ():
-            self._result.fail(engine, f"{self._target}: {first}")
+            self._loads.result.fail(engine, f"{self._target}: {first}")
         return not first
 
     def _load(self, engine: int, request: SyncRequest, target: Path) -> tuple[CommandReply, ...]:
