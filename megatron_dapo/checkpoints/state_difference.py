@@ -27,7 +27,7 @@ def compare_states(first: SavedModel, second: SavedModel) -> Iterator[StateDiffe
     for kind in (*dict.fromkeys((*first.kinds, *second.kinds)), *steps):
         number = different = 0
         largest, where = 0.0, _only_in_one(first, second, kind)
-        for name in first.specs if not where else ():
+        for name in (each for each in first.specs if not where and (kind == STEP or kind in first.kinds_of(each))):
             a, b = (_read(model, name, kind) for model in (first, second))
             unequal = (_bits(a) != _bits(b)).flatten()
             number += a.numel()
@@ -44,9 +44,9 @@ def _only_in_one(first: SavedModel, second: SavedModel, kind: str) -> str:
         return f"{kind} is {first.kinds.get(kind, 'missing')} and {second.kinds.get(kind, 'missing')}"
     for name in (*first.specs, *(name for name in second.specs if name not in first.specs)):
         a, b = first.specs.get(name), second.specs.get(name)
-        if a is None or b is None or tuple(a.shape) != tuple(b.shape):
-            shapes = ["missing" if spec is None else str(tuple(spec.shape)) for spec in (a, b)]
-            return f"{name} is {shapes[0]} and {shapes[1]}"
+        if a != b:
+            there = ["missing" if spec is None else f"{tuple(spec.shape)} {spec.dtype}" for spec in (a, b)]
+            return f"{name} is {there[0]} and {there[1]}"
     return ""
 
 

@@ -307,15 +307,6 @@ def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator
         yield UnusableInput("model.lora.sync", text, 'set model.lora.sync = "merged", or leave them out of model.lora.targets')
 
 
-def unsaved_types(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
-    """Yield the violation of a bf16 model with fp32 tensors, which checkpoints of a run cannot hold: they have one type."""
-    last = architecture.layer_shapes(architecture.num_layers - 1)
-    mixed = next((name for name in last if architecture.is_float32(name)), "")
-    if mixed and config.model.dtype != "float32":
-        reason = f"{architecture.model_type}: {mixed} is fp32, and a run's checkpoints hold parameters of one type"
-        yield UnusableInput("model.dtype", reason, 'set model.dtype = "float32"')
-
-
 def uncut_biases(config: Config, architecture: ModelArchitecture, layout: str) -> Iterator[Violation]:
     """Yield a violation for each setting under which a model with biases of experts, and sinks, is not computed or served."""
     if not architecture.linear_biases:

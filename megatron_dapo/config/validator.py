@@ -30,7 +30,6 @@ from megatron_dapo.config.layout_rules import (
     missing_targets,
     uncut_biases,
     unfit_shapes,
-    unsaved_types,
     world_rules,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
@@ -86,7 +85,6 @@ def validate(
         violations += unfit_shapes(config, architecture, POLICY)
         violations += uncut_biases(config, architecture, POLICY)
         violations += missing_targets(config, architecture)
-        violations += unsaved_types(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.
     if own >= processes >= 1:

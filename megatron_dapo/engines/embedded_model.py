@@ -14,6 +14,7 @@ from megatron_dapo.engines.recurrent_states import DELTA
 from megatron_dapo.engines.slot_cache import register_attention
 from megatron_dapo.models.parts.biased_experts import experts_of
 from megatron_dapo.models.parts.experts import EXPERT_BIAS
+from megatron_dapo.models.parts.gated_delta import DECAY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,10 +96,14 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torc
         )
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
+    # What the trainer has in fp32 in a model of any type (`LayerPart.float32`).
     bias = EXPERT_BIAS.rpartition(".")[2]
     for module in model.modules():
         if bias in module._buffers:
-            module.register_buffer(bias, getattr(module, bias).float())  # fp32 in a model of any type
+            module.register_buffer(bias, getattr(module, bias).float())
+    for name, parameter in model.named_parameters():
+        if name.endswith(DECAY):
+            parameter.data = parameter.data.float()
     for tensor in weights_by_name(model).values():
         tensor.fill_(float("nan"))
     return model

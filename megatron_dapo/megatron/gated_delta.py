@@ -133,7 +133,7 @@ class GatedDeltaNet(MegatronModule):
         # Only its weight is used.
         self.conv1d = torch.nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False, **made)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.widths[-1], **made))
-        self.A_log = torch.nn.Parameter(torch.empty(self.widths[-1], **made))
+        self.A_log = torch.nn.Parameter(torch.empty(self.widths[-1], **{**made, "dtype": torch.float32}))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         self.out_norm = GatedOutputNorm(self.value_dim, config.layernorm_epsilon, config.params_dtype, tensor)

@@ -70,13 +70,13 @@ class _Round:
     def __init__(
         self,
         buffers: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
+        dtype_of: Callable[[str], torch.dtype],
         receives: Sequence[Transfer],
         sends: Sequence[Transfer],
         in_place: Mapping[str, Transfer],
     ) -> None:
-        """`in_place`: of `receives`, see `transfers_in_place`."""
-        self._buffers, self._dtype, self._in_place = buffers, dtype, in_place
+        """`dtype_of`: type of a tensor on disk. `in_place`: of `receives`, see `transfers_in_place`."""
+        self._buffers, self._dtype_of, self._in_place = buffers, dtype_of, in_place
         self._receives = [each for each in receives if in_place.get(each.source_shard.local) is not each]
         self._sends = sends
         self._sources: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ class _Round:
         transfer = self._in_place.get(source)
         if transfer is None:
             device = next(iter(self._buffers.values())).device
-            values = torch.empty(stored.bounds.shape, dtype=self._dtype, device=device)
+            values = torch.empty(stored.bounds.shape, dtype=self._dtype_of(stored.tensor), device=device)
         else:
             shard = transfer.destination_shard
             values = shard_view(self._buffers[shard.local], shard, transfer.bounds)
@@ -102,7 +102,7 @@ class _Round:
 
     def exchange(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Send every slice to the ranks that need it. Collective."""
-        execute_transfers(self._receives, self._sends, lambda tensor: self._dtype, self._sources, self._buffers, group)
+        execute_transfers(self._receives, self._sends, self._dtype_of, self._sources, self._buffers, group)
 
 
 class ModelState:
@@ -146,12 +146,12 @@ class ModelState:
 
     @cached_property
     def _views(self) -> list[_View]:
-        kinds = kinds_of(self._dtype, self._is_trained)
+        tensors = self._model.trained_tensors.tensors
         owned = self.layout.ranges(self.rank)
         views = []
         for shard in self.layout.saved(self.rank):
             name = slice_name(shard.tensor, shard.bounds)
-            for kind in kinds:
+            for kind in kinds_of(tensors[shard.tensor].dtype, self._is_trained):
                 # A frozen parameter is itself its main param.
                 source = PARAMETER if kind == MAIN and is_frozen(shard.local, self.layout.frozen) else kind
                 base = 0 if source == PARAMETER else owned[shard.local][0]
@@ -164,11 +164,6 @@ class ModelState:
     @property
     def _is_trained(self) -> bool:
         return not self._model.settings.is_frozen
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        [dtype] = {spec.dtype for spec in self._model.trained_tensors.tensors.values()}
-        return dtype
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves, by the names of `checkpoints.formats.saved_model`. Tensors are live: write or copy them
@@ -246,11 +241,13 @@ class ModelState:
         slices = sorted(saved.slices, key=lambda stored: (places[stored.tensor], stored.bounds))
         weights, updates = _needs_of_weights(layout), _needs_of_updates(layout)
         plan = ReadPlan(slices, updates, layout.num_ranks, ROUND_ELEMENTS)
+        own = model.trained_tensors.tensors
         trained = {tensor: needs for tensor, needs in updates.items() if not is_frozen(needs[0][1].local, layout.frozen)}
+        main = {tensor: needs for tensor, needs in trained.items() if MAIN in kinds_of(own[tensor].dtype)}
         with device_thread_pool(_READERS, "checkpoint read") as readers:
             for kind in saved.kinds:
                 named = {key.partition("/")[2]: buffer for key, buffer in buffers.items() if key.startswith(f"{kind}/")}
-                needs = weights if kind == PARAMETER else trained
+                needs = weights if kind == PARAMETER else main if kind == MAIN else trained
                 # Load one kind at a time: the device may not have room for a whole optimizer kept on the host.
                 with model.on_device(list(named.values())):
                     for local in named.keys() & padded:
@@ -267,13 +264,19 @@ class ModelState:
         readers: ThreadPoolExecutor,
     ) -> Iterator[_Round]:
         """Yield the rounds of a kind, equally many on every rank, each after its reads have begun."""
-        rank, dtype, mine = self.rank, saved.kinds[kind], _of_rank(needs, self.rank)
+        rank, mine, own = self.rank, _of_rank(needs, self.rank), self._model.trained_tensors.tensors
+        source = {tensor: _kind_to_read(saved, kind, tensor, own[tensor].dtype) for tensor in needs}
+
+        def dtype_of(tensor: str) -> torch.dtype:
+            return saved.kinds_of(tensor)[source[tensor]]
+
         for indices in plan.rounds:
             receives, sends = plan.receives(rank, indices, mine), plan.sends(rank, indices, needs)
-            begun = _Round(named, dtype, receives, sends, transfers_in_place(receives, rank, named, dtype))
+            begun = _Round(named, dtype_of, receives, sends, transfers_in_place(receives, rank, named, dtype_of))
             for index in plan.read_by(rank, indices):
-                if plan.slices[index].tensor in needs:  # not the optimizer state of a frozen parameter
-                    begun.read(saved, kind, plan.slices[index], str(index), readers)
+                tensor = plan.slices[index].tensor
+                if tensor in needs:  # not the optimizer state of a frozen parameter
+                    begun.read(saved, source[tensor], plan.slices[index], str(index), readers)
             yield begun
 
     def _steps(self, saved: SavedModel) -> dict[str, float]:
@@ -360,7 +363,7 @@ def _needs_of_weights(layout: StateLayout) -> Needs:
 
 
 def transfers_in_place(
-    receives: Iterable[Transfer], rank: int, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype
+    receives: Iterable[Transfer], rank: int, buffers: Mapping[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]
 ) -> dict[str, Transfer]:
     """Return, by source name, transfers of whole slices that a rank reads itself into contiguous memory of their type.
 
@@ -368,7 +371,8 @@ def transfers_in_place(
     found: dict[str, Transfer] = {}
     for transfer in receives:
         source, shard = transfer.source_shard, transfer.destination_shard
-        if transfer.source == rank and transfer.bounds == source.bounds and buffers[shard.local].dtype == dtype:
+        is_whole = transfer.source == rank and transfer.bounds == source.bounds
+        if is_whole and buffers[shard.local].dtype == dtype_of(transfer.tensor):
             if shard_view(buffers[shard.local], shard, transfer.bounds).is_contiguous():
                 found.setdefault(source.local, transfer)
     return found
@@ -378,14 +382,23 @@ def _of_rank(needs: Needs, rank: int) -> dict[str, list[Shard]]:
     return {tensor: [shard for ranks, shard in found if rank in ranks] for tensor, found in needs.items()}
 
 
+def _kind_to_read(saved: SavedModel, kind: str, tensor: str, dtype: torch.dtype) -> str:
+    """Return the kind to read for `kind` of a tensor that is `dtype` here."""
+    # Releases that held all parameters in one type saved the exact values of a tensor that is fp32 now as its main param.
+    is_exact = kind == PARAMETER and dtype == torch.float32 and MAIN in saved.kinds_of(tensor)
+    return MAIN if is_exact else kind
+
+
 def _check_tensors(saved: SavedModel, model: TrainedModel) -> None:
-    own = model.trained_tensors.tensors
-    different = [name for name in dict.fromkeys((*own, *saved.specs)) if saved.specs.get(name) != own.get(name)]
+    own, is_float32 = model.trained_tensors.tensors, model.architecture.is_float32
+    # A checkpoint of a release that held all parameters in one type is read, too.
+    there = {n: spec._replace(dtype=torch.float32) if is_float32(n) else spec for n, spec in saved.specs.items()}
+    different = [name for name in dict.fromkeys((*own, *there)) if there.get(name) != own.get(name)]
     if different:
         name = different[0]
-        there, here = (_described(specs.get(name)) for specs in (saved.specs, own))
+        stored, here = (_described(specs.get(name)) for specs in (saved.specs, own))
         raise OtherModelError(
-            f"{saved.path}: {saved.name} is another model: {len(different)} tensors differ, first {name}: saved {there}, here "
+            f"{saved.path}: {saved.name} is another model: {len(different)} tensors differ, first {name}: saved {stored}, here "
             f"{here}; set model.path, model.dtype, model.lora and critic.path to those of the checkpoint, or start a new run"
         )
     lora = model.adapter_description()

@@ -17,8 +17,9 @@ parameter, the shard that this data-parallel rank owns; a parameter without a sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,23 +51,35 @@ def owned_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -
     """Yield the shards that this rank's optimizer owns, in the order of `parameters` (local name -> parameter); none of a
     model that is not trained."""
     for part in optimizer.chained_optimizers if optimizer is not None else ():
-        find = _distributed_shard if isinstance(part, DistributedOptimizer) else _whole_shard
+        find = _distributed_shards(part) if isinstance(part, DistributedOptimizer) else partial(_whole_shard, part)
         for name, parameter in parameters.items():
-            found = find(name, parameter, part)
+            found = find(name, parameter)
             if found is not None:
                 yield found
 
 
-def _distributed_shard(name: str, parameter: torch.nn.Parameter, optimizer: DistributedOptimizer) -> OwnedShard | None:
-    index = optimizer.model_param_group_index_map.get(parameter)
-    if index is None:
-        return None
-    group = optimizer.optimizer.param_groups[index[0]]
-    owned = optimizer._get_model_param_range_map(parameter)["param"]
-    return OwnedShard(name, parameter, group["params"][index[1]], owned.start, owned.end, optimizer.optimizer, group)
+def _distributed_shards(
+    optimizer: DistributedOptimizer,
+) -> Callable[[str, torch.nn.Parameter], OwnedShard | None]:
+    # A group has its fp32 parameters first; `model_param_group_index_map` counts in the order of the buffers.
+    groups = zip(optimizer.optimizer.param_groups, optimizer.model_fp32_groups, optimizer.model_float16_groups)
+    places = {
+        parameter: (main, group)
+        for group, wide, narrow in groups
+        for parameter, main in zip((*wide, *narrow), group["params"], strict=True)
+    }
+
+    def find(name: str, parameter: torch.nn.Parameter) -> OwnedShard | None:
+        if parameter not in places:
+            return None
+        main, group = places[parameter]
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        return OwnedShard(name, parameter, main, owned.start, owned.end, optimizer.optimizer, group)
+
+    return find
 
 
-def _whole_shard(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> OwnedShard | None:
+def _whole_shard(optimizer: Any, name: str, parameter: torch.nn.Parameter) -> OwnedShard | None:
     main = getattr(parameter, "main_param", parameter)
     for group in optimizer.optimizer.param_groups:
         if any(candidate is main for candidate in group["params"]):

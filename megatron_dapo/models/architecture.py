@@ -19,7 +19,6 @@ from megatron_dapo.models.blocks import (
 )
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.models.family import Serving
-from megatron_dapo.models.parts.experts import EXPERT_BIAS
 from megatron_dapo.models.placement import LayerPart
 
 LANGUAGE_MODEL = "ForCausalLM"
@@ -152,7 +151,12 @@ class ModelArchitecture:
 
     def is_float32(self, name: str) -> bool:
         """Return True for a tensor that has fp32 in a model of any type."""
-        return name.endswith(EXPERT_BIAS)
+        match = _LAYER.match(name)
+        return match is not None and name[match.end() :] in self._float32
+
+    @cached_property
+    def _float32(self) -> frozenset[str]:
+        return frozenset(name for parts in self.kinds_of_layers for part in parts for name in part.float32)
 
     def aliases(self) -> dict[str, str]:
         """Return second names under which a directory may store a tensor -> the tensor."""

@@ -145,6 +145,17 @@ class LayerPart(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not state what it keeps for its backward pass: give it `kept`")
 
     @property
+    def float32(self) -> frozenset[str]:
+        """Tensors that are fp32 in a model of any type."""
+        return frozenset()
+
+    def is_float32(self, placement: Placement) -> bool:
+        """Return True if a buffer holds a tensor of `float32`."""
+        if isinstance(placement, Stack):
+            return placement.parts[0].name in self.float32
+        return isinstance(placement, Whole) and placement.name in self.float32
+
+    @property
     def never_trained(self) -> int:
         """Elements of a rank's parameters that no run trains."""
         return 0

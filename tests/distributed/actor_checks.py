@@ -351,6 +351,21 @@ def write_reference(
     (Path(directory) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
 
 
+def median_error_in_bf16(name: str, want: Reference) -> float:
+    """Median absolute difference of transformers' log-probs in bf16, with its fp32 buffers, from the reference's."""
+    model = reference_model(name).to(torch.bfloat16)
+    for buffer_name in stored_buffers(model):
+        parent, _, last = buffer_name.rpartition(".")
+        model.get_submodule(parent).register_buffer(last, want.weights[buffer_name].float())
+    differences = []
+    for parts, expected in zip(ragged_batch().micro_batches, want.logprobs, strict=True):
+        with torch.no_grad():
+            logits = [model(part[None]).logits[0, :-1].float() / TEMPERATURE for part in parts]
+        rows = [each.log_softmax(-1).gather(1, part[1:, None])[:, 0] for each, part in zip(logits, parts, strict=True)]
+        differences.append((torch.cat(rows) - expected).abs())
+    return float(torch.cat(differences).median())
+
+
 def fill_local(
     local: Mapping[str, torch.Tensor], tensors: Layout, rank: int, source: Mapping[str, torch.Tensor]
 ) -> None:
@@ -457,10 +472,10 @@ def loss_fn(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple
     return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
 
 
-def logprob_error(
+def logprob_differences(
     actor: MegatronActor, outputs: TokenOutputs, micro_batch: MicroBatch, expected: torch.Tensor
-) -> float:
-    """Largest difference over this context rank's real targets."""
+) -> torch.Tensor:
+    """Absolute differences [n] at this context rank's real targets."""
     packed = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
     packed[micro_batch.loss_mask.bool()] = expected
     if actor.layout.context > 1:
@@ -469,7 +484,7 @@ def logprob_error(
         packed, mask = packed[index], micro_batch.loss_mask[index].bool()
     else:
         mask = micro_batch.loss_mask.bool()
-    return float((outputs.logprobs - packed)[mask].abs().max()) if mask.any() else 0.0
+    return (outputs.logprobs - packed)[mask].abs()
 
 
 def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) -> float:
@@ -493,20 +508,21 @@ def parity_of(actor: MegatronActor, want: Reference) -> dict[str, float]:
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
     last = layout.coordinates(dist.get_rank()).pipeline == layout.pipeline - 1
     assert all((output is not None) == last for output in outputs), "outputs exist on the last pipeline stage only"
-    logprob = max(
-        (
-            logprob_error(actor, out, micro, want.logprobs[i])
+    differences = torch.cat(
+        [torch.zeros(0)]
+        + [
+            logprob_differences(actor, out, micro, want.logprobs[i])
             for (i, micro), out in zip(mine, outputs, strict=True)
             if out is not None
-        ),
-        default=0.0,
+        ]
     )
     metrics = actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
     gradient = gradient_error(actor, want.gradients)
     result = actor.train_step(micro_batches, loss_fn, TEMPERATURE, learning_rate=1e-3)
     norm = float(torch.stack([grad.norm() for grad in want.gradients.values()]).norm())
     errors = {
-        "logprob": logprob,
+        "logprob": float(differences.max()) if len(differences) else 0.0,
+        "logprob_median": float(differences.median()) if len(differences) else 0.0,
         "loss": abs(metrics["loss"] - want.loss) / abs(want.loss),
         "targets": abs(metrics["num_targets"] - batch.num_targets),
         "gradient": gradient,

@@ -15,7 +15,7 @@ from actor_checks import (
     build_actor,
     gradient_error,
     largest_over_ranks,
-    logprob_error,
+    logprob_differences,
     loss_fn,
     ragged_batch,
     resume_case,
@@ -105,7 +105,7 @@ def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Refer
         pairs = [(index, micro, out) for (index, micro), out in zip(mine, outputs, strict=True) if out is not None]
         errors = {
             "logprob": max(
-                (logprob_error(actor, out, micro, want.logprobs[i]) for i, micro, out in pairs), default=0.0
+                (float(logprob_differences(actor, out, micro, want.logprobs[i]).max()) for i, micro, out in pairs), default=0.0
             ),
             "gradient": gradient_error(actor, want.gradients),
             "loss": abs(metrics["loss"] - want.loss) / abs(want.loss),

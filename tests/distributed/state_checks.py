@@ -61,7 +61,7 @@ def save(model: TrainedModel, directory: Path) -> None:
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     saved = SavedModel(directory, NAME)
-    found = {f"{kind}/{name}": saved.read_tensor(name, kind) for kind in saved.kinds for name in saved.specs}
+    found = {f"{kind}/{name}": saved.read_tensor(name, kind) for name in saved.specs for kind in saved.kinds_of(name)}
     steps = {
         f"step/{stored.tensor}": torch.tensor(saved.read_step(stored.tensor, stored.file))
         for stored in saved.slices

@@ -234,6 +234,7 @@ class World:
         tensor_parallel: int,
         num_engines: int = 1,
         dtype: torch.dtype = torch.float32,
+        source_dtype: torch.dtype = torch.float32,
         bucket_bytes: int = 4096,
         ranks_per_node: int | None = None,
         device: str = "cpu",
@@ -241,7 +242,7 @@ class World:
     ) -> None:
         self.size = parallel.world_size
         self.nodes = NodeTopology(self.size, ranks_per_node or self.size)
-        self.source: MegatronLayout = megatron_layout(architecture, parallel, torch.float32)
+        self.source: MegatronLayout = megatron_layout(architecture, parallel, source_dtype)
         self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines, device=device)
         per_node = self.nodes.ranks_per_node
         self.plan = plan_sync(
@@ -270,7 +271,8 @@ class World:
 
     def shards(self, model: Tensors, rank: int) -> Tensors:
         """A rank's local buffers, cut from Hugging Face tensors."""
-        buffers = {name: torch.zeros(shape) for name, shape in self.source.local_shapes(rank).items()}
+        specs = self.source.local_specs(rank)
+        buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         for shard in self.source.shards(rank):
             value = model[shard.tensor]
             for dim, (start, size) in enumerate(zip(shard.global_offset, shard.shape)):

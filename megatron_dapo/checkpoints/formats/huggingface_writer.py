@@ -41,10 +41,10 @@ def output_specs(
     source: StoredModel, architecture: ModelArchitecture, dtype: torch.dtype | None
 ) -> dict[str, TensorSpec]:
     """Return the tensors of an export of a model that started as `source`: its names and shapes, parameters in `dtype`
-    (None: their stored type), other tensors in their own."""
+    (None: their stored type), those that are fp32 in any model and other tensors in their own."""
     kept = set(untouched_names(source.specs, architecture))
     return {
-        name: spec if dtype is None or name in kept else TensorSpec(spec.shape, dtype)
+        name: spec if dtype is None or name in kept or architecture.is_float32(name) else TensorSpec(spec.shape, dtype)
         for name, spec in source.specs.items()
     }
 

@@ -115,7 +115,8 @@ class MergedModel(StoredModel):
         super().__init__()
         [dtype] = {spec.dtype for spec in adapters.specs.values()}
         self.path = adapters.path
-        self.specs = {name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()}
+        types = {True: torch.float32, False: dtype}
+        self.specs = {n: TensorSpec(shape, types[architecture.is_float32(n)]) for n, shape in architecture.shapes().items()}
         self._base, self._adapters, self._scale = base, adapters, description.scale
 
     def read_tensor(self, name: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from megatron_dapo.reshard.slices import Coordinates, Slice, intersect, whole
 from megatron_dapo.untrusted import blamed_on, one_line, read_json
 
 FORMAT = "megatron_dapo model state"
-VERSION = 2
+VERSION, MIXED_VERSION = 2, 3  # MIXED_VERSION: some tensors have another type than the model, which `types` lists
 PARAMETER, MAIN, MOMENTS, STEP = "parameter", "master", ("exp_avg", "exp_avg_sq"), "step"
 _SLICE = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<ranges>\d+:\d+(?:, \d+:\d+)*)?\]")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
@@ -44,6 +44,13 @@ def kinds_of(dtype: torch.dtype, is_trained: bool = True) -> dict[str, torch.dty
         return {PARAMETER: dtype}
     main = {} if dtype == torch.float32 else {MAIN: torch.float32}
     return {PARAMETER: dtype, **main, **dict.fromkeys(MOMENTS, torch.float32)}
+
+
+def model_dtype(tensors: Mapping[str, TensorSpec]) -> torch.dtype:
+    """Return the type of the model that the tensors make up: that of its 16-bit ones, next to which others may be fp32."""
+    narrow = {spec.dtype for spec in tensors.values()} - {torch.float32}
+    assert len(narrow) <= 1, f"a model has fp32 and one other type, not {sorted(map(str, narrow))}"
+    return narrow.pop() if narrow else torch.float32
 
 
 def rank_file(name: str, rank: int) -> str:
@@ -74,14 +81,16 @@ def state_index(
     is_trained: bool = True,
 ) -> dict[str, Any]:
     """Return the index of a model that is saved as `slices` of each file."""
-    [dtype] = {spec.dtype for spec in tensors.values()}
+    dtype = model_dtype(tensors)
+    types = {name: CODE_OF_DTYPE[spec.dtype] for name, spec in tensors.items() if spec.dtype != dtype}
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": MIXED_VERSION if types else VERSION,
         "layout": asdict(parallel),
         "distributed_optimizer": distributed,
         "kinds": {kind: CODE_OF_DTYPE[each] for kind, each in kinds_of(dtype, is_trained).items()},
         "tensors": {name: list(spec.shape) for name, spec in tensors.items()},
+        **({"types": types} if types else {}),
         "files": {file: [slice_name(each.tensor, each.bounds) for each in found] for file, found in slices.items()},
     }
 
@@ -112,8 +121,11 @@ class SavedModel(StoredModel):
             self.kinds = {str(kind): DTYPE_OF_CODE[code] for kind, code in document["kinds"].items()}
             if self.kinds not in [kinds_of(self.kinds[PARAMETER], is_trained) for is_trained in (True, False)]:
                 raise ValueError(f"kinds are {one_line(document['kinds'], 200)}")
+            types = {name: DTYPE_OF_CODE[code] for name, code in document.get("types", {}).items()}
+            if not set(types.values()) <= {torch.float32} or not types.keys() <= document["tensors"].keys():
+                raise ValueError(f"types are {one_line(document['types'], 200)}, which only name fp32 tensors of the model")
             self.specs = {
-                str(tensor): TensorSpec(_shape(shape), self.kinds[PARAMETER])
+                str(tensor): TensorSpec(_shape(shape), types.get(tensor, self.kinds[PARAMETER]))
                 for tensor, shape in document["tensors"].items()
             }
             self.layout: Mapping[str, Any] = dict(document["layout"])
@@ -130,6 +142,10 @@ class SavedModel(StoredModel):
         """False if it has only parameters: no main params, moments or steps."""
         return MOMENTS[0] in self.kinds
 
+    def kinds_of(self, tensor: str) -> dict[str, torch.dtype]:
+        """Return the type of each kind of a tensor: of `kinds`, an fp32 tensor of a 16-bit model has no main param."""
+        return kinds_of(self.specs[tensor].dtype, self.is_trained)
+
     def reader(self, file: str) -> SafetensorsReader:
         if file not in self._readers:
             copy = self._find_copy(file)  # a copy is in memory, so bypassing the page cache gains nothing
@@ -143,7 +159,7 @@ class SavedModel(StoredModel):
     def read(self, kind: str, stored: StoredSlice, out: torch.Tensor, bounds: Slice | None = None) -> None:
         """Fill `out` with a slice of one kind, or only with `bounds` (global) of it; any type, device and strides."""
         reader, key = self.reader(stored.file), f"{kind}/{slice_name(stored.tensor, stored.bounds)}"
-        self._check(reader, key, TensorSpec(stored.bounds.shape, self.kinds[kind]))
+        self._check(reader, key, TensorSpec(stored.bounds.shape, self.kinds_of(stored.tensor)[kind]))
         reader.read(key, out, None if bounds is None else _inside(stored.bounds, bounds))
 
     def read_step(self, tensor: str, file: str) -> float:
@@ -166,7 +182,7 @@ class SavedModel(StoredModel):
 
     def read_tensor(self, name: str, kind: str = PARAMETER) -> torch.Tensor:
         """Return a whole tensor by its Hugging Face name: its parameter, or another kind."""
-        out = torch.empty(self.specs[name].shape, dtype=self.kinds[kind])
+        out = torch.empty(self.specs[name].shape, dtype=self.kinds_of(name)[kind])
         for stored in self.slices_of(name):
             self.read(kind, stored, slice_view(out, stored.bounds))
         return out
@@ -193,10 +209,10 @@ def _read_index(path: Path) -> dict[str, Any]:
             "Hugging Face export"
         ) from None
     found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, MIXED_VERSION)):
         raise ValueError(
             f"{path}: format {one_line(found[0], 50)!r} version {one_line(found[1], 50)}, this release reads {FORMAT!r} "
-            f"{VERSION}; resume with the release that wrote it"
+            f"{VERSION} and {MIXED_VERSION}; resume with the release that wrote it"
         )
     return document
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
-from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.architecture import EMBEDDING, ModelArchitecture
 from megatron_dapo.models.lora import FUSED, LORA_A, LORA_B, WEIGHT, adapter_shapes, matrix_name
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
@@ -38,7 +38,7 @@ class LoraLayout(ComputedLayout):
 
     def __init__(self, base: MegatronLayout, lora_rank: int, targets: Collection[str]) -> None:
         self.base, self.lora_rank, self.targets = base, lora_rank, frozenset(targets)
-        [dtype] = {spec.dtype for spec in base.tensors.values()}
+        dtype = base.tensors[EMBEDDING].dtype  # the model's, of which few tensors differ
         shapes = adapter_shapes({name: spec.shape for name, spec in base.tensors.items()}, lora_rank, self.targets)
         super().__init__({name: TensorSpec(shape, dtype) for name, shape in shapes.items()})
         self._adapters_of: dict[Hashable, tuple[AdapterBuffers, ...]] = {}

@@ -13,7 +13,6 @@ import torch
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.models.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
-from megatron_dapo.models.parts.gated_delta import FLOAT32_IN_ENGINE
 from megatron_dapo.models.parts.sink_attention import SINKS
 from megatron_dapo.models.placement import EngineCut, PerExpert, StackedExperts, check_cut, check_divides
 from megatron_dapo.plan.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
@@ -73,8 +72,6 @@ class SglangLayout(ComputedLayout):
         return collect_buffers((_prefixed(self.prefix, buffer), self._dtype_of(buffer)) for buffer in buffers)
 
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
-        if buffer.name.endswith(FLOAT32_IN_ENGINE):
-            return torch.float32
         if buffer.name.endswith(SINKS):
             return torch.bfloat16  # in a model of any type, unless attention is TensorRT-LLM's
         return self.tensors[buffer.shards[0].tensor].dtype if buffer.shards else self.dtype

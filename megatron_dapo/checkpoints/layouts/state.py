@@ -21,6 +21,8 @@ from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
+
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import LANGUAGE_MODEL
@@ -115,7 +117,7 @@ class StateLayout:
         distributed: the optimizer state is split over data- and context-parallel ranks.
         order: names of a layer's parameters in the order in which the modules register them. Ranges depend on it.
         grouped: a layer registers one matrix of all experts before the next (`moe_grouped_gemm`), not expert by expert.
-        ranges: the known ranges of every rank, if they differ from those of one buffer per model chunk.
+        ranges: the known ranges of every rank, if they differ from those of one buffer per model chunk and type.
         frozen: parts without optimizer state, see `is_frozen`.
     """
 
@@ -283,11 +285,12 @@ class StateLayout:
                 ranges = [{local: own[local] for local in sizes if local in own} for own in everyone]
             elif self.distributed:
                 ranges = [{} for _ in owners.ranks]
-                by_chunk: dict[str, dict[str, int]] = {}
+                specs = self.weights.local_specs(owners.ranks[0])
+                buffers: dict[tuple[str, torch.dtype], dict[str, int]] = {}
                 for local, size in sizes.items():
-                    by_chunk.setdefault(local.partition(".")[0], {})[local] = size
-                for chunk in by_chunk.values():
-                    _share(chunk, self._has_own_bucket, ranges)
+                    buffers.setdefault((local.partition(".")[0], specs[local].dtype), {})[local] = size
+                for buffer in buffers.values():
+                    _share(buffer, self._has_own_bucket, ranges)
             else:
                 ranges = [{local: (0, size) for local, size in sizes.items()} for _ in owners.ranks]
             for local in owners.parameters.keys() - sizes.keys():
@@ -336,7 +339,7 @@ class StateLayout:
 
 
 def _share(sizes: dict[str, int], has_own_bucket: Callable[[str], bool], ranges: list[dict[str, Range]]) -> None:
-    """Add the ranges of the parameters of one model chunk, as megatron-core cuts its buffer among the ranks.
+    """Add the ranges of the parameters of one model chunk and type, as megatron-core cuts its buffer among the ranks.
 
     From the last parameter to the first. Each starts at a multiple of 64 elements; buckets are padded to split evenly.
     """

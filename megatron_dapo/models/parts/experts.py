@@ -79,6 +79,10 @@ class RoutedExperts(LayerPart):
         )
 
     @property
+    def float32(self) -> frozenset[str]:
+        return frozenset({EXPERT_BIAS} if self.bias else ())
+
+    @property
     def never_trained(self) -> int:
         return self.num_experts * self.bias
 

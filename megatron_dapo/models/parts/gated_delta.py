@@ -9,7 +9,7 @@ from megatron_dapo.models.activations import FP32, FP64, INDEX, Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 
 _NET = "linear_attn."
-FLOAT32_IN_ENGINE = _NET + "A_log"  # SGLang keeps it in fp32 in a model of any type
+DECAY = _NET + "A_log"  # fp32, as in SGLang and in Qwen3.5's published checkpoints
 CHUNK = 64  # tokens of a chunk of the delta rule: the published kernels' choice
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 
@@ -50,7 +50,7 @@ class GatedDeltaMixer(LayerPart):
             **{f"{_NET}in_proj_{name}.weight": (rows, self.hidden) for name, rows in into.items()},
             _NET + "conv1d.weight": (2 * keys + values, 1, self.kernel_size),
             _NET + "dt_bias": (self.value_heads,),
-            _NET + "A_log": (self.value_heads,),
+            DECAY: (self.value_heads,),
             _NET + "norm.weight": (self.value_dim,),
             _NET + "out_proj.weight": (self.hidden, values),
         }
@@ -80,6 +80,10 @@ class GatedDeltaMixer(LayerPart):
         yield Whole(_NET + "norm.weight", _NET + "norm.weight")
         yield CutColumns(_NET + "out_proj.weight", self._output())
         yield Whole("input_layernorm.weight", "input_layernorm.weight")
+
+    @property
+    def float32(self) -> frozenset[str]:
+        return frozenset({DECAY})
 
     @property
     def state_elements(self) -> tuple[int, int]:

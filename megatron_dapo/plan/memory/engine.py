@@ -103,7 +103,8 @@ def _part_bytes(part: LayerPart, cut: EngineCut, item: int, is_fp8: bool) -> tup
         assert not isinstance(placement, PerExpert), f"{placement.local} is Megatron's"
         # SGLang quantizes the layers it calls linear, which are those it cuts.
         shape = local_shape(placement, shapes, cut.tensor)
-        dense += _matrix_bytes(shape, item, is_fp8 and len(shape) == 2 and not isinstance(placement, Whole))
+        each = FP32 if part.is_float32(placement) else item
+        dense += _matrix_bytes(shape, each, is_fp8 and len(shape) == 2 and not isinstance(placement, Whole))
     return dense, experts
 
 

@@ -17,6 +17,7 @@ from megatron_dapo.plan.memory.parameters import (
     NUM_MOMENTS,
     RankParameters,
     attention_parameters,
+    float32_parameters,
     never_trained,
     optimizer_share,
     own_share,
@@ -128,6 +129,7 @@ def stage_memory(
     has_adapters = bool(config.model.lora.rank) and not has_value_head
     if has_adapters:
         trained = rank_adapters(config, architecture, stage)
+    float32 = (FP32 - ITEM_SIZES[config.model.dtype]) * float32_parameters(architecture, config.parallel, stage)
     main_param = FP32 if config.model.dtype != "float32" else 0  # an fp32 weight is its own
     share = optimizer_share(config.parallel, trained, processes)
     has_head = stage == config.parallel.pp_size - 1 and not has_value_head
@@ -138,7 +140,7 @@ def stage_memory(
         trained.vocabulary, 2 * architecture.intermediate_size * architecture.hidden_size // config.parallel.tp_size
     )
     return ModelMemory(
-        weights=_weight_bytes(config, held) + (ITEM_SIZES[config.model.dtype] * trained.total if has_adapters else 0),
+        weights=_weight_bytes(config, held) + float32 + (ITEM_SIZES[config.model.dtype] * trained.total if has_adapters else 0),
         gradients=FP32 * trained.total,
         main_params=main_param * share,
         moments=NUM_MOMENTS * FP32 * share,

@@ -83,6 +83,17 @@ def never_trained(architecture: ModelArchitecture, parallel: ParallelConfig, sta
     return sum(count * sum(part.never_trained for part in parts) for parts, count in kinds)
 
 
+def float32_parameters(architecture: ModelArchitecture, parallel: ParallelConfig, stage: int) -> int:
+    """Return the elements of a pipeline stage, on each rank, that are fp32 in a model of any type."""
+    kinds = _kinds_of_stage(architecture, parallel, stage)
+    return sum(count * sum(_part_float32(part, parallel.tp_size) for part in parts) for parts, count in kinds)
+
+
+@lru_cache(maxsize=4096)
+def _part_float32(part: LayerPart, tensor: int) -> int:
+    return num_elements((each for each in part.megatron() if part.is_float32(each)), part.shapes(), tensor)
+
+
 def _kinds_of_stage(
     architecture: ModelArchitecture, parallel: ParallelConfig, stage: int
 ) -> Iterator[tuple[tuple[LayerPart, ...], int]]:

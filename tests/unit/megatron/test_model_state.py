@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron_dapo.checkpoints.formats import safetensors as safetensors_file
 from megatron_dapo.checkpoints.formats.saved_model import OtherModelError, SavedModel, index_file, rank_file
 from megatron_dapo.checkpoints.store import CheckpointStore, CheckpointWriter, newest_valid, save_checkpoint
+from megatron_dapo.files.durable import HERE
 from megatron_dapo.megatron import model_state
 from megatron_dapo.megatron.actor import ActorSettings
+from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.model_state import _check_tensors, transfers_in_place
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
@@ -33,7 +35,7 @@ def test_a_whole_piece_of_the_rank_itself_is_read_in_place_once():
     first = _transfer((0, 2), (0, 2), 0, "a")
     again = _transfer((0, 2), (0, 2), 0, "b")
     buffers = {name: torch.zeros(4, 2) for name in "ab"}
-    assert transfers_in_place([first, again], 0, buffers, torch.float32) == {"(0, 2)": first}
+    assert transfers_in_place([first, again], 0, buffers, lambda tensor: torch.float32) == {"(0, 2)": first}
 
 
 def test_parts_and_pieces_of_others_and_other_memory_are_not_read_in_place():
@@ -44,7 +46,7 @@ def test_parts_and_pieces_of_others_and_other_memory_are_not_read_in_place():
         "strided": torch.zeros(4, 4)[:, :2],
         "half": torch.zeros(4, 2, dtype=torch.bfloat16),
     }
-    assert transfers_in_place([part, other, strided, half], 0, buffers, torch.float32) == {}
+    assert transfers_in_place([part, other, strided, half], 0, buffers, lambda tensor: torch.float32) == {}
 
 
 @pytest.mark.parametrize(
@@ -60,11 +62,37 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path: Path, ow
     state = random_state({"w": torch.zeros(2, 4, dtype=torch.bfloat16)})
     directory = save_states(tmp_path, 1, {"policy": state})
     tensors = SimpleNamespace(tensors={name: TensorSpec(*spec) for name, spec in own.items()})
-    model = SimpleNamespace(trained_tensors=tensors, adapter_description=lambda: None)
+    architecture = SimpleNamespace(is_float32=lambda name: False)
+    model = SimpleNamespace(trained_tensors=tensors, adapter_description=lambda: None, architecture=architecture)
     with SavedModel(directory) as saved, pytest.raises(OtherModelError) as caught:
         _check_tensors(saved, model)
     message = str(caught.value)
     assert f"{directory}: policy is another model: {told}; set model.path" in message and "\n" not in message
+
+
+def test_a_checkpoint_of_one_type_is_read_by_a_model_whose_tensors_have_several(
+    single_process: None, references: str, tmp_path: Path
+):
+    """Releases before saved the decay of a gated delta net in bf16, with its values in fp32 as a main param."""
+    from actor_checks import Reference, build_actor, differing, snapshot, train
+
+    reference, layout = Reference.read(references, "qwen3.5"), ParallelLayout(dist.get_world_size())
+    settings = ActorSettings(model=ModelSettings("bfloat16"))
+    model = build_actor(reference, layout, settings)
+    train(model, [11])
+    tensors, index = model.saved_state.tensors(), model.saved_state.index("policy")
+    assert index is not None and index["version"] == 3
+    wide = [name for name, code in index["types"].items() if code == "F32"]
+    assert len(wide) == 3 and all(name.endswith("linear_attn.A_log") for name in wide)
+    old = {key: value for key, value in index.items() if key != "types"} | {"version": 2}
+    for key in [key for key in tensors if key.startswith("parameter/") and key[10:].partition("[")[0] in wide]:
+        assert tensors[key].dtype == torch.float32 and f"master/{key[10:]}" not in tensors
+        tensors[f"master/{key[10:]}"], tensors[key] = tensors[key], tensors[key].bfloat16()
+    HERE.write_tensors(tmp_path / rank_file("policy", 0), tensors)
+    HERE.write_json(tmp_path / index_file("policy"), old)
+    other = build_actor(reference, layout, settings)
+    other.saved_state.load(tmp_path, "policy")
+    assert differing(snapshot(model), snapshot(other)) == []
 
 
 def test_many_rounds_past_the_page_cache_bring_every_bit_and_find_a_wrong_one(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config, Qwen3NextConfig
 
+from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
 from megatron_dapo.models.architecture import ModelArchitecture, tensor_name
 from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.parallel.layout import ParallelLayout
 
 # As published for Qwen3-Next-80B-A3B.
 QWEN3_NEXT: dict[str, Any] = {
@@ -147,10 +149,13 @@ def test_the_language_model_of_a_qwen3_5_is_the_text_model() -> None:
     assert language_model == fields and isinstance(parse_architecture(TEXT), ModelArchitecture)
 
 
-def test_only_the_decay_is_fp32_in_an_engine_of_another_type() -> None:
-    specs = sglang_layout(parse_architecture(TEXT), 2, torch.bfloat16).local_specs(1)
-    wide = {name for name, spec in specs.items() if spec.dtype == torch.float32}
-    assert wide == {f"model.layers.{layer}.linear_attn.A_log" for layer in range(24) if layer % 4 != 3}
+def test_only_the_decay_is_fp32_in_an_engine_and_a_trainer_of_another_type() -> None:
+    architecture = parse_architecture(TEXT)
+    for layout in (sglang_layout(architecture, 2, torch.bfloat16), megatron_layout(architecture, ParallelLayout(2), torch.bfloat16)):
+        wide = {name for name, spec in layout.tensors.items() if spec.dtype == torch.float32}
+        assert wide == {f"model.layers.{layer}.linear_attn.A_log" for layer in range(24) if layer % 4 != 3}
+        held = [spec.dtype for name, spec in layout.local_specs(1).items() if name.endswith("A_log")]
+        assert held == [torch.float32] * 18
 
 
 @pytest.mark.parametrize(

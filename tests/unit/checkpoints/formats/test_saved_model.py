@@ -20,6 +20,7 @@ PIECES = {
     "policy_00000.safetensors": [Shard("a", (0, 0), (2, 3), "", ()), Shard("b", (0,), (5,), "", ())],
     "policy_00001.safetensors": [Shard("a", (2, 0), (2, 3), "", ())],
 }
+FIRST, SECOND = PIECES
 WHOLE = {
     "a": torch.arange(12, dtype=torch.bfloat16).view(4, 3),
     "b": torch.arange(5, dtype=torch.bfloat16),
@@ -53,6 +54,20 @@ def test_a_whole_tensor_is_read_from_all_files(directory: Path) -> None:
         assert list(saved.read_local(1)) == ["random/torch"]
 
 
+def test_an_fp32_tensor_of_a_16_bit_model_has_no_main_param(tmp_path: Path) -> None:
+    specs = {**SPECS, "b": TensorSpec((5,), torch.float32)}
+    pieces = {FIRST: [Shard("a", (0, 0), (4, 3), "", ()), Shard("b", (0,), (5,), "", ())]}
+    index = state_index(specs, ParallelLayout(1), True, pieces)
+    assert (index["version"], index["kinds"]["parameter"], index["types"]) == (3, "BF16", {"b": "F32"})
+    assert "types" not in (one := state_index(SPECS, ParallelLayout(1), True, pieces)) and one["version"] == 2
+    values = torch.tensor([1 / 3, 2.0, 3.0, 4.0, 5.0])
+    HERE.write_json(tmp_path / "policy.json", index)
+    HERE.write_tensors(tmp_path / FIRST, {"parameter/b[0:5]": values, "exp_avg/b[0:5]": 2 * values})
+    with SavedModel(tmp_path) as saved:
+        assert saved.specs == specs and "master" in saved.kinds_of("a") and "master" not in saved.kinds_of("b")
+        assert torch.equal(saved.read_tensor("b"), values) and torch.equal(saved.read_tensor("b", "exp_avg"), 2 * values)
+
+
 def test_a_file_that_has_a_copy_elsewhere_is_read_there(directory: Path) -> None:
     copy = directory / "memory"
     (directory / "policy_00001.safetensors").rename(copy)
@@ -70,7 +85,6 @@ def set_field(*path: str, value: Any) -> Callable[[dict], None]:
     return change
 
 
-FIRST, SECOND = PIECES
 CHANGES: dict[str, tuple[Callable[[dict], Any], str]] = {
     "a version": (set_field("version", value=9), "version 9, this release reads"),
     "no kinds": (lambda document: document.pop("kinds"), "kinds"),
@@ -85,6 +99,9 @@ CHANGES: dict[str, tuple[Callable[[dict], Any], str]] = {
     "a range of another rank": (set_field("files", SECOND, value=["a[2:4]"]), "not inside"),
     "a hole": (set_field("files", SECOND, value=[]), "slices of a have 6 elements, the tensor has 12"),
     "an overlap": (set_field("files", SECOND, value=["a[1:3, 0:3]"]), "overlap"),
+    "types of no tensor": (set_field("types", value={"c": "F32"}), "types are"),
+    "a tensor of a third type": (set_field("types", value={"a": "F16"}), "types are"),
+    "types that are none": (set_field("types", value=7), "int"),
     "no files": (set_field("files", value=7), "int"),
 }
 
