@@ -50,7 +50,7 @@ def test_outputs_and_gradients_are_those_of_all_pairs(device: str, heads, groups
     )
     size = None if window is None else (window - 1, 0)
     config = SimpleNamespace(
-        context_parallel_size=1, window_size=size, window_attn_skip_freq=[1], attention_implementation="flash"
+        context_parallel_size=1, window_size=size, window_attn_skip_freq=[1], attention_implementation="flash", softmax_type="vanilla"
     )
     outputs = PackedAttention(config, 1)(*mine, packed_seq_params=packed)
     wanted = exact(*right, window)

@@ -54,7 +54,11 @@ def written_out(
 def own_attention(window: int | None = None, implementation: str = "auto") -> PackedAttention:
     size = None if window is None else (window - 1, 0)
     config = SimpleNamespace(
-        context_parallel_size=1, window_size=size, window_attn_skip_freq=[1], attention_implementation=implementation
+        context_parallel_size=1,
+        window_size=size,
+        window_attn_skip_freq=[1],
+        attention_implementation=implementation,
+        softmax_type="vanilla",
     )
     return PackedAttention(config, layer_number=1)
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter
+from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter, SoftmaxLastRouter
 from megatron_dapo.megatron.implementations import _mlp_modules, _names
 from megatron_dapo.megatron.layer_spec import class_of, route, submodules_of
 
@@ -36,13 +36,20 @@ def test_a_dense_layer_in_either_form(mlp) -> None:
     assert _names(*_mlp_modules(layer)).endswith("Built, megatron-core MLP")
 
 
-@pytest.mark.parametrize(("scores", "router"), [("softmax", SoftmaxFirstRouter), ("sigmoid", GroupedSigmoidRouter)])
+@pytest.mark.parametrize(
+    ("scores", "before", "router"),
+    [
+        ("softmax", True, SoftmaxFirstRouter),
+        ("softmax", False, SoftmaxLastRouter),
+        ("sigmoid", False, GroupedSigmoidRouter),
+    ],
+)
 @pytest.mark.parametrize("form", [lambda parts: ModuleSpec(module=MoELayer, submodules=parts), partial])
-def test_the_router_of_experts_in_either_form(form, scores: str, router: type) -> None:
+def test_the_router_of_experts_in_either_form(form, scores: str, before: bool, router: type) -> None:
     parts = MoESubmodules(experts=IdentityOp)
     mlp = form(parts) if form is not partial else partial(MoELayer, submodules=parts)
     layer = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(mlp=mlp))
-    route(SimpleNamespace(moe_router_score_function=scores), layer)
+    route(SimpleNamespace(moe_router_score_function=scores, moe_router_pre_softmax=before), layer)
     assert parts.router is router and class_of(mlp) is MoELayer
     assert _mlp_modules(layer) == (mlp, IdentityOp)
 

@@ -45,7 +45,11 @@ def test_our_own_layers_plan_a_micro_batch_once(plans: list[Any]) -> None:
     batch = make_micro_batch([torch.arange(1, 9), torch.arange(1, 5)], layout, total_targets=10, seed=1)
     [item] = schedule.prepare([batch], layout, rank=0)
     config = SimpleNamespace(
-        context_parallel_size=1, window_size=None, window_attn_skip_freq=None, attention_implementation="auto"
+        context_parallel_size=1,
+        window_size=None,
+        window_attn_skip_freq=None,
+        attention_implementation="auto",
+        softmax_type="vanilla",
     )
     layer = attention.PackedAttention(config, 1)
     query = torch.randn(batch.num_tokens, 2, 8)
