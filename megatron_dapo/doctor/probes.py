@@ -162,7 +162,11 @@ def _own_cases() -> Iterator[tuple[str, Any, Any]]:
     from megatron_dapo.megatron.attention import PackedAttention, PackedSequences
 
     config = SimpleNamespace(
-        context_parallel_size=1, window_size=None, window_attn_skip_freq=None, attention_implementation="auto"
+        context_parallel_size=1,
+        window_size=None,
+        window_attn_skip_freq=None,
+        attention_implementation="auto",
+        softmax_type="vanilla",
     )
     module = PackedAttention(config, 1)
 
