@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from megatron_dapo.imports import heavy_imports
 from megatron_dapo.launch.environment import leave_compiler_out
 
 leave_compiler_out()
@@ -43,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted, found = os.environ.get("MEGATRON_DAPO_MEGATRON_CORE"), version("megatron-core")
     if wanted not in (None, found):
         raise pytest.UsageError(f"the tests are for megatron-core {wanted}, and {found} is first on the path")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Any:
+    """Import all that tests import."""
+    with heavy_imports():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of xdist

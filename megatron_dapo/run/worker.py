@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dapo.affinity import bind, cpus_near
 from megatron_dapo.files.linux import signal_at_parents_death
+from megatron_dapo.imports import heavy_imports
 from megatron_dapo.launch.environment import (
     ATTEMPT,
     SERVERS_ARE_KEPT,
@@ -257,9 +258,10 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     if not loaded.config.shares_gpu_memory:
         use_expandable_segments()
     # Heavy imports come after the arguments are known to be right.
-    from megatron_dapo.parallel.coordination import collective_timeout
-    from megatron_dapo.parallel.store import open_store, restrict_stores
-    from megatron_dapo.watch.attempts import begin_attempt, exit_code_at
+    with heavy_imports():
+        from megatron_dapo.parallel.coordination import collective_timeout
+        from megatron_dapo.parallel.store import open_store, restrict_stores
+        from megatron_dapo.watch.attempts import begin_attempt, exit_code_at
 
     output_dir, others = loaded.config.run.output_dir, load_others(parsed)
     restrict_stores(process.num_nodes)
@@ -284,11 +286,12 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
         with heartbeat.phase("replay"):
             run_replay(loaded, parsed.replay, process.rank, process.world_size)
     else:
-        if parsed.pretrain_value is not None:
-            from megatron_dapo.trainer.value_pretraining import run_value_pretraining as run
-        else:
-            from megatron_dapo.trainer.run import run_training as run
-        from megatron_dapo.trainer.context import RunProcess
+        with heavy_imports():
+            if parsed.pretrain_value is not None:
+                from megatron_dapo.trainer.value_pretraining import run_value_pretraining as run
+            else:
+                from megatron_dapo.trainer.run import run_training as run
+            from megatron_dapo.trainer.context import RunProcess
 
         place = process.rank, process.world_size, rendezvous_host(), process.num_nodes
         more = {"others": others} if others else {}  # only training has any

@@ -32,6 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.imports import heavy_imports
+
 ROOT = Path(__file__).resolve().parents[2]
 POLL_INTERVAL_S = 0.02
 OUTPUT_TAIL_CHARS = 6000
@@ -210,8 +212,9 @@ def _work(job: Job) -> None:
     """Run one job in this process; an error ends the process."""
     directory = Path(job.directory)
     _write_into(_log(directory, job.rank))
-    import torch
-    import torch.distributed as dist
+    with heavy_imports():
+        import torch
+        import torch.distributed as dist
 
     os.environ.update(
         RANK=str(job.rank),
@@ -225,9 +228,9 @@ def _work(job: Job) -> None:
     torch.manual_seed(TORCH_SEED)
     random.seed(job.rank)
     try:
-        function, sound = _load(job.target), _package_callables()
-        gc.collect()
-        gc.freeze()  # Each later collection would spend 0.2 s on objects of the imports.
+        with heavy_imports():
+            function, sound = _load(job.target), _package_callables()
+            gc.collect()
         dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
         result = function(json.loads((directory / "arguments.json").read_text()))
         _require_megatron_core()

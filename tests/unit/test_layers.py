@@ -15,7 +15,7 @@ PACKAGE = Path(megatron_dapo.__file__).parent
 
 # From the bottom up: a package imports only from layers above it in this list, and none of the same layer.
 ORDER = (
-    ("types", "rounding", "svg", "untrusted", "affinity", "age_guard", "device_thread", "token_support", "_version"),
+    ("types", "rounding", "svg", "untrusted", "affinity", "age_guard", "device_thread", "imports", "token_support", "_version"),
     ("precision", "hooks", "files", "workers"),
     ("models", "watch"),
     ("config", "nodes"),

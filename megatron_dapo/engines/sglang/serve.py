@@ -21,6 +21,7 @@ from megatron_dapo.engines.sglang import cpu, lifeline
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.processes import end_session, end_with_starter, leave_signals_to_starter
 from megatron_dapo.files.linux import end_with_parent
+from megatron_dapo.imports import heavy_imports
 from megatron_dapo.parallel.store import restrict_stores
 
 
@@ -35,12 +36,13 @@ def serve(arguments: Sequence[str]) -> None:
     key = read_key(ours.api_key_file)
     if ours.lifeline_port is not None:
         _end_with_other_parts(sglang_arguments, ours.lifeline_port, key, ours.scratch)
-    cpu.apply_to_sglang()
+    with heavy_imports():
+        cpu.apply_to_sglang()
 
-    from sglang.srt.entrypoints.http_server import app, launch_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-    from sglang.srt.utils.auth import add_api_key_middleware
+        from sglang.srt.entrypoints.http_server import app, launch_server
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
+        from sglang.srt.utils.auth import add_api_key_middleware
 
     # SGLang logs its arguments at the start and hands them to every child: the key is not among them. Its own
     # middleware gets it directly.
@@ -68,8 +70,9 @@ if __name__ == "__mp_main__":
     # SGLang asks for the same, but only after imports of many seconds.
     end_with_parent()
     restrict_stores()  # its ranks meet at the address that they are given: loopback, or the first node's
-    cpu.prepare_imports()
-    cpu.apply_to_sglang()
+    with heavy_imports():
+        cpu.prepare_imports()
+        cpu.apply_to_sglang()
 
 if __name__ == "__main__":
     leave_signals_to_starter()
