@@ -10,6 +10,7 @@ memory of the engine's weights are shared.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ from megatron_dapo.megatron.state import random_states, set_random_states
 from megatron_dapo.telemetry.terminal import marked
 
 if TYPE_CHECKING:
+    from types import TracebackType
 
     from megatron_dapo.bridge.weight_sync import WeightSync
     from megatron_dapo.engines.embedded import EmbeddedEngine
     from megatron_dapo.megatron.actor import MegatronActor
     from megatron_dapo.trainer.recorder import Phases
     from megatron_dapo.trainer.run import PreparedRun
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -73,8 +77,10 @@ class RunTurn(AbstractContextManager[None]):
         self._inside.callback(set_random_states, others)
         self._inside.enter_context(marked(self._name))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._inside is not None, "entered"
+        if error is not None:
+            logger.error("the run failed, and ends those that share its processes: %s", error)
         self._states = random_states()
         self._inside.close()
 

@@ -42,6 +42,18 @@ def test_it_is_refused_by_name(case: str) -> None:
         assert word in output, output
 
 
+def test_recipes_that_cannot_share_a_base_are_refused_by_name(tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(f"base = '{QUICKSTART / 'quickstart.toml'}'\nrun.name = 'other'\nmodel.lora.rank = 4\n")
+    arguments = ["train", str(QUICKSTART / "quickstart.toml"), "--with", str(other), "--layout", "tp1", "--dry-run", "--no-inputs"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    for line in ("quickstart: model.lora.rank = 0: full training", "quickstart and other write to "):
+        assert line in result.output, result.output
+    result = CliRunner().invoke(app, [*arguments, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 2 and "--output-dir: with --with each recipe has its own run.output_dir" in result.output
+
+
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     shutil.copytree(QUICKSTART / "base_model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

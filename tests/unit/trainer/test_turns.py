@@ -12,7 +12,7 @@ import torch
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.terminal import TerminalHandler
 from megatron_dapo.trainer.recorder import Phases
-from megatron_dapo.trainer.turns import DuePublisher, SharedBase, RunTurn, take_turns
+from megatron_dapo.trainer.turns import DuePublisher, RunTurn, SharedBase, take_turns
 
 
 class Run:
@@ -50,6 +50,14 @@ def test_runs_take_turns_with_their_random_states_until_each_ends(capsys: pytest
     torch.set_rng_state(state)
     lines = [line.partition(": ")[0] + line[-7:] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["a step 0", "b step 0", "b step 1", "b step 2"] and not handler.mark
+
+
+def test_a_run_that_fails_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError), RunTurn("math"):
+        torch.rand(3)
+        raise KeyError("no verdict")
+    assert "the run failed" in caplog.text and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_run_alone_may_leave_a_save_in_flight() -> None:
