@@ -48,6 +48,8 @@ def _shared_problems(configs: Sequence[Config]) -> Iterator[str]:
             yield f"{a.run.name} and {b.run.name} write to {min(_places(a) & _places(b))}; set another run.output_dir"
         if (port := a.telemetry.prometheus_port) and port == b.telemetry.prometheus_port:
             yield f"{a.run.name} and {b.run.name}: telemetry.prometheus_port = {port} twice; set another, or 0"
+        if "wandb" in a.telemetry.trackers and "wandb" in b.telemetry.trackers:
+            yield f'{a.run.name} and {b.run.name}: wandb follows one run a process; take it out of the telemetry.trackers of one, or use "mlflow"'
 
 
 def _common(config: Config) -> dict[str, Any]:

@@ -34,10 +34,11 @@ def test_adapters_of_one_base_choose_rank_rate_data_and_lengths() -> None:
         ("two", "checkpoint.memory_copies=node", 'two: checkpoint.memory_copies = "node": copies in memory are of one run'),
         ("two", "run.output_dir=runs/one", "one and two write to "),
         ("one", "run.output_dir=runs/two", 'run.name = "one" is the name of two runs'),
+        ("two", 'telemetry.trackers=["wandb"]', "one and two: wandb follows one run a process"),
         ("two", "telemetry.prometheus_port=9100", "one and two: telemetry.prometheus_port = 9100 twice"),
     ],
 )
 def test_each_difference_that_one_base_does_not_allow_is_one_line(other: str, overrides: str, line: str) -> None:
     with pytest.raises(ValueError) as problem:
-        require_one_base([tenant("one", "telemetry.prometheus_port=9100"), tenant(other, overrides)])
+        require_one_base([tenant("one", 'telemetry.prometheus_port=9100 telemetry.trackers=["wandb"]'), tenant(other, overrides)])
     assert [text for text in str(problem.value).splitlines() if text.startswith(f"  - {line}")], problem.value
