@@ -293,8 +293,9 @@ def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator
     path, lora = "model.lora.targets", config.model.lora
     if not lora.rank:
         return
-    if architecture.latent is not None:
-        reason = f"{architecture.model_type}: its latent attention and shared experts take no adapters"
+    has_shared_expert = architecture.experts is not None and architecture.experts.shared_intermediate_size > 0
+    if architecture.latent is not None or has_shared_expert:
+        reason = f"{architecture.model_type}: latent attention and shared experts take no adapters"
         yield UnusableInput("model.lora.rank", reason, "set model.lora.rank = 0")
         return
     try:

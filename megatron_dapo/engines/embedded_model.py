@@ -87,6 +87,14 @@ def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
+def _normalize_alike(model: PreTrainedModel) -> None:
+    """Give the norms of latent attention's compressed vectors the config's epsilon, as in the trainer and SGLang; transformers has a
+    constant there."""
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
+
+
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """The model with all weights NaN, in inference state."""
     own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
@@ -96,6 +104,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torc
         )
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
+    _normalize_alike(model)
     # What the trainer has in fp32 in a model of any type (`LayerPart.float32`).
     bias = EXPERT_BIAS.rpartition(".")[2]
     for module in model.modules():

@@ -70,6 +70,34 @@ def read_rope(
     return thetas.pop(), scalings.pop() if scalings else None
 
 
+def with_partial_rotary(document: Mapping[str, Any], default: float) -> dict[str, Any]:
+    """Move partial_rotary_factor, which some configs have at top level, into rope_parameters. ValueError if both places have
+    one and they differ: transformers reads the latter, SGLang the former."""
+    fields = dict(document)
+    outside, inside = fields.pop("partial_rotary_factor", None), object_of(fields, "rope_parameters")
+    factor = inside.setdefault("partial_rotary_factor", default if outside is None else outside)
+    if outside not in (None, factor):
+        raise ValueError(f"config.json: partial_rotary_factor is {outside}, in rope_parameters {factor}; keep one")
+    return {**fields, "rope_parameters": inside}
+
+
+def read_partial_rope(config: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return base, scaling and number of rotated dims of the fields of `with_partial_rotary`, as an architecture has them.
+    `ignored`: fields of rope_parameters that change nothing."""
+    rope = object_of(config, "rope_parameters")
+    factor = positive_number("partial_rotary_factor", rope.pop("partial_rotary_factor"))
+    rope = {name: value for name, value in rope.items() if name not in ignored}
+    theta, scaling = read_rope({**config, "rope_parameters": rope})
+    head_dim = positive(config, "head_dim")
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor {factor} of head_dim {head_dim} rotates {rotary_dim} dims; they must be "
+            f"an even number up to {head_dim}"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim}
+
+
 def object_of(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     value = config.get(field) or {}
     if not isinstance(value, Mapping):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dapo.models.architecture import HEADS, LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.models.config_fields import positive, positive_number, read_rope, required
-from megatron_dapo.models.families import FAMILIES, language_model_fields
+from megatron_dapo.models.families import FAMILIES, UNSUPPORTED, language_model_fields
 from megatron_dapo.models.family import LOCAL_ATTENTION, Family
 from megatron_dapo.untrusted import blamed_on, read_json
 
@@ -130,8 +130,9 @@ def _parse(document: Mapping[str, Any], supported_heads: Collection[str]) -> Mod
 def _family_and_head(config: Mapping[str, Any], heads: Collection[str]) -> tuple[Family, str]:
     model_type = required(config, "model_type")
     if model_type not in FAMILIES:
+        reason = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
         raise ValueError(
-            f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"config.json: model_type {model_type!r} is not supported{reason}; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     # Configs written by hand often lack the class; the family's language model is meant.

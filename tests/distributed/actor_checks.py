@@ -109,6 +109,28 @@ SHARED_MOE = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 32,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+GROUPED_MOE = {
+    "tie_word_embeddings": False,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+KIMI_ROPE = {**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 REPLAYED = "-replayed"  # end of the names of models whose tokens go to the experts of `drawn_routing`
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False}),
@@ -128,28 +150,21 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek": (
         "DeepseekV3",
+        # The last three are published, and read by SGLang.
+        {"rope_parameters": YARN_ROPE, **LATENT, **GROUPED_MOE, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "kimi-k2": ("DeepseekV3", {"rope_parameters": KIMI_ROPE, **LATENT, **GROUPED_MOE, **ONE_GROUP, "model_type": "kimi_k2"}),
+    "glm4-moe-lite": ("Glm4MoeLite", {"rope_parameters": DEFAULT_ROPE, **LATENT, **GROUPED_MOE, **ONE_GROUP, "rms_norm_eps": 1e-5}),
+    "glm4-moe": (
+        "Glm4Moe",
         {
-            "rope_parameters": YARN_ROPE,
-            "tie_word_embeddings": False,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 40,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.5,
-            "first_k_dense_replace": 1,
-            # Published, and read by SGLang.
-            "moe_layer_freq": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
+            "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+            **GROUPED_MOE,
+            **ONE_GROUP,
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "gpt-oss": (  # the published config with its sizes cut, a window shorter than most sequences
@@ -205,7 +220,7 @@ def reference_model(name: str) -> Any:
 
     family, fields = MODELS[name]
     model_class = getattr(transformers, f"{family}ForCausalLM")
-    config = model_class.config_class(**{**SIZES, **fields}, architectures=[f"{family}ForCausalLM"])
+    config = config_of(model_class, {**SIZES, **fields, "architectures": [f"{family}ForCausalLM"]})
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config)
@@ -219,6 +234,14 @@ def reference_model(name: str) -> Any:
     return in_fp64(model)
 
 
+def config_of(model_class: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a config of transformers' class; `fields` has a model_type if it is of a family without one."""
+    own, config_class = dict(fields), model_class.config_class
+    if (model_type := own.pop("model_type", None)) is not None:
+        config_class = type(config_class.__name__, (config_class,), {"model_type": model_type})
+    return config_class(**own)
+
+
 def random_weight(family: str, name: str, noise: torch.Tensor) -> torch.Tensor:
     """Return a parameter's random values from noise of the normal distribution."""
     if "norm" not in name:
@@ -229,8 +252,10 @@ def random_weight(family: str, name: str, noise: torch.Tensor) -> torch.Tensor:
 
 
 def in_fp64(model: Any) -> Any:
-    """Return the model in fp64, sums of gated delta rules included."""
+    """Return the model in fp64, sums of gated delta rules included, with the config's epsilon in all norms."""
     for module in model.modules():
+        if hasattr(module, "kv_a_layernorm"):  # transformers has a constant there, SGLang the config's
+            module.q_a_layernorm.variance_epsilon = module.kv_a_layernorm.variance_epsilon = model.config.rms_norm_eps
         if hasattr(module, "chunk_gated_delta_rule"):
             module.chunk_gated_delta_rule = wide_rule
     return model.double()

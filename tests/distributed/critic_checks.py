@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,9 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # t
 def model_of(name: str, head: str, **fields: Any) -> Any:
     """A transformers model of `actor_checks.MODELS` with another head, fp32, random in every tensor."""
     model_class = class_of(name, head)
-    model = model_class(model_class.config_class(**{**SIZES, **MODELS[name][1], **fields}))
+    fields = {**SIZES, **MODELS[name][1], **fields}
+    fields.pop("model_type", None)
+    model = model_class(model_class.config_class(**fields))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -70,11 +73,11 @@ def class_of(name: str, head: str) -> Any:
 
     family, _ = MODELS[name]
     # transformers has none for the tokens of these language models: this is its generic one.
-    own = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5", "Qwen3_5Moe": "Qwen3_5Moe"}
+    own = {"Gemma3": "Gemma3Text", **{one: one for one in ("Qwen3_5", "Qwen3_5Moe", "Glm4Moe", "Glm4MoeLite")}}
     if family not in own or head != VALUE_HEAD:
         return getattr(transformers, family + head)
     bases = GenericForTokenClassification, getattr(transformers, family + "PreTrainedModel")
-    config_class = getattr(transformers, family + "TextConfig")
+    config_class = getattr(transformers, family + "TextConfig", None) or getattr(transformers, family + "Config")
     return type(own[family] + VALUE_HEAD, bases, {"config_class": config_class})
 
 
@@ -82,6 +85,9 @@ def write_critic(directory: str | Path, name: str) -> None:
     """Write the directory `directory`/`name` of a critic, and its fp64 reference next to it."""
     path, family = Path(directory) / name, name.removesuffix(FROZEN)
     model_of(family, VALUE_HEAD, num_labels=1).save_pretrained(path)
+    if (model_type := MODELS[family][1].get("model_type")) is not None:  # of a family without a class in transformers
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     model = in_fp64(class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER)).eval()
     if family != name:
         _freeze_attention(model, MODELS[family][0])

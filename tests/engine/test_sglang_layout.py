@@ -18,6 +18,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -54,6 +58,8 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, "sglang.srt.models.qwen3"),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "sglang.srt.models.qwen3_moe"),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, "sglang.srt.models.deepseek_v2"),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, "sglang.srt.models.glm4_moe"),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, "sglang.srt.models.glm4_moe_lite"),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, "sglang.srt.models.gemma3_causal"),
     "gemma3": (
         lambda **text: Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4),
@@ -78,6 +84,8 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+}
+GROUPED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -86,6 +94,7 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+ONE_GROUP = {**GROUPED, "n_group": 1, "n_shared_experts": 1}
 # On a CPU, SGLang knows latent attention only with it.
 YARN = {
     "rope_type": "yarn",
@@ -132,6 +141,8 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", False, 2, 301),
     "deepseek_v3": ("deepseek_v3", False, 4, 301),
     "deepseek_v3-whole": ("deepseek_v3", False, 4, 150),
+    "glm4_moe": ("glm4_moe", False, 2, 301),
+    "glm4_moe_lite": ("glm4_moe_lite", False, 4, 301),
     "gpt_oss": ("gpt_oss", False, 2, 301),
     "gemma3_text": ("gemma3_text", True, 2, 301),
     "gemma3": ("gemma3", True, 1, 301),
@@ -139,6 +150,7 @@ MODELS = {
     "qwen3_5_text": ("qwen3_5_text", True, 2, 301),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", False, 1, 301),
 }
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
 DELTA_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # tensor parallel, expert parallel, device: 4 exceeds most models' key-value heads, 3 divides no size and needs padding
 SIZES = [(1, 1, "cuda"), (2, 1, "cuda"), (4, 1, "cuda"), (1, 1, "cpu"), (2, 1, "cpu"), (3, 1, "cpu"), (4, 1, "cpu")]
@@ -147,15 +159,15 @@ EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
 
 def _cases() -> list[tuple[str, int, int, str]]:
     cases = [(model, *sizes) for model in MODELS for sizes in SIZES]
-    cases += [(model, *sizes) for model in ("qwen3_moe", "deepseek_v3", "qwen3_next") for sizes in EXPERT_SIZES]
+    cases += [(model, *sizes) for model in ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next") for sizes in EXPERT_SIZES]
     # SGLang does not pad the heads of latent attention; those of gated delta nets are not padded here.
-    return [case for case in cases if case[1] != 3 or not (case[0].startswith("deepseek") or case[0] in DELTA_MODELS)]
+    return [case for case in cases if case[1] != 3 or not (MODELS[case[0]][0] in LATENT_FAMILIES or case[0] in DELTA_MODELS)]
 
 
 def _save(directory: Path, model: str) -> None:
     family, tied, kv_heads, vocab_size = MODELS[model]
     config_class, model_class, _ = FAMILIES[family]
-    is_gemma3, is_latent = family.startswith("gemma3"), family == "deepseek_v3"
+    is_gemma3, is_latent = family.startswith("gemma3"), family in LATENT_FAMILIES
     rope = YARN if is_latent else {"rope_type": "default", "rope_theta": 1000.0}
     config = config_class(
         vocab_size=vocab_size,
@@ -174,7 +186,9 @@ def _save(directory: Path, model: str) -> None:
         **(DELTA if family in DELTA_MODELS else {}),
         **({"shared_expert_intermediate_size": 24} if family == "qwen3_next" else {}),
         **(SHARED if family == "qwen3_5_moe_text" else {}),
-        **({**LATENT, **SGLANG_FIELDS, "q_lora_rank": None if model.endswith("-whole") else 20} if is_latent else {}),
+        **({**LATENT, "q_lora_rank": None if model.endswith("-whole") else 20} if is_latent else {}),
+        **({**GROUPED, **SGLANG_FIELDS} if family == "deepseek_v3" else ONE_GROUP if family.startswith("glm4") else {}),
+        **({"attention_bias": True, "use_qk_norm": True} if family == "glm4_moe" else {}),
     )
     torch.manual_seed(0)
     instance = model_class(config)

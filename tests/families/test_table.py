@@ -44,6 +44,9 @@ FAMILIES = {
     "qwen3_next": Row("qwen3-next", experts=True),
     "qwen3_5_moe_text": Row("qwen3.5-moe", experts=True),
     "deepseek_v3": Row("deepseek", experts=True),
+    "kimi_k2": Row("kimi-k2", experts=True),
+    "glm4_moe": Row("glm4-moe", experts=True),
+    "glm4_moe_lite": Row("glm4-moe-lite", experts=True),
     "gpt_oss": Row("gpt-oss", experts=True, biases=True),
 }
 TENSOR_PIPELINE = {"tensor": 2, "pipeline": 2}
@@ -174,7 +177,7 @@ def test_a_weight_sync_in_bf16_brings_every_bit(family: str, architecture_of: An
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_bf16_logprobs_are_as_close_to_fp64_as_those_of_transformers(family: str, references_of: Any) -> None:
     """Median distance from fp64, of a bf16 model with its fp32 tensors; then a step is made. Rounding sends few tokens to other
     experts, whose distances are much larger, in both."""

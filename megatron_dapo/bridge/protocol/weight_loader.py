@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ class FileChannel(Channel):
 CHANNELS: dict[str, type[ArenaChannel] | type[FileChannel]] = {"arena": ArenaChannel, "file": FileChannel}
 
 
+def _derive(model: torch.nn.Module) -> None:
+    """Compute, in place, what the engine derives from its weights: matrices that latent attention absorbs into queries and
+    outputs, and the fp32 copies that GLM's routers make of their weights in their first forward pass."""
+    getattr(model, "post_load_weights", lambda: None)()
+    for module in model.modules():
+        if (copy := getattr(module, "_weight_fp32", None)) is not None:
+            copy.copy_(module.weight)
+
+
 class _State:
     """Everything one engine rank keeps between messages."""
 
@@ -139,8 +149,7 @@ class _State:
         # named_parameters lists tied weights once, under their first name, as the trainer's plan does.
         named = model.named_parameters()
         own = {name: tensor for name, tensor in named if not name.startswith(_VISION_TENSORS)}
-        # Latent attention derives the matrices that are absorbed into queries and outputs, in place.
-        self.receiver = Receiver(own, getattr(model, "post_load_weights", None))
+        self.receiver = Receiver(own, partial(_derive, model))
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
         self.mapped = MappedArena(pinned=self.device.type == "cuda")

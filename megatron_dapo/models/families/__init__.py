@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.hooks import FAMILY, load_hook
-from megatron_dapo.models.families import deepseek, gemma3, gpt_oss, llama, qwen, qwen3_next
+from megatron_dapo.models.families import deepseek, gemma3, glm, gpt_oss, kimi, llama, qwen, qwen3_next
 from megatron_dapo.models.family import Family
 from megatron_dapo.untrusted import read_json
 
@@ -17,8 +17,13 @@ FAMILIES: dict[str, Family] = {
     **gemma3.FAMILIES,
     **qwen3_next.FAMILIES,
     **deepseek.FAMILIES,
+    **kimi.FAMILIES,
+    **glm.FAMILIES,
     **gpt_oss.FAMILIES,
 }
+_SPARSE = "its attention reads only the tokens that an indexer chooses, which neither is trained here nor served"
+# Types that users may expect next to supported ones -> the reason why they are not.
+UNSUPPORTED = {"glm_moe_dsa": _SPARSE, "deepseek_v32": _SPARSE}
 _BUILT_IN = frozenset(FAMILIES)
 
 

@@ -11,8 +11,19 @@ from megatron_dapo.models.blocks import GroupedRouting, LatentAttention, Mixture
 from megatron_dapo.models.config_fields import positive, positive_number, read_rope, required, yarn_scaling
 from megatron_dapo.models.family import Family, Fields
 
+# Fields of latent attention and of grouped experts, and those that say how a model was pre-trained and distributed, and how many
+# layers predict further tokens.
+LATENT = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim".split())
+MIXTURE = frozenset(
+    """
+    n_routed_experts num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group
+    topk_group norm_topk_prob routed_scaling_factor
+    """.split()
+)
+NEUTRAL = frozenset({"num_nextn_predict_layers", "ep_size", "aux_loss_alpha", "seq_aux", "auto_map"})
 
-def _with_head_dim(document: Fields) -> dict[str, Any]:
+
+def with_head_dim(document: Fields) -> dict[str, Any]:
     """Return the fields with head_dim, which transformers writes for the rotary part, as the size of a whole query."""
     content, rotary = (document.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
     whole = content + rotary if type(content) is int and type(rotary) is int else None
@@ -25,7 +36,8 @@ def _with_head_dim(document: Fields) -> dict[str, Any]:
     return {**document, "head_dim": whole}
 
 
-def _features(config: Fields) -> dict[str, Any]:
+def latent_features(config: Fields) -> dict[str, Any]:
+    """Return latent attention and grouped experts."""
     heads, groups = positive(config, "num_attention_heads"), config.get("num_key_value_heads")
     if groups not in (None, heads):
         raise ValueError(
@@ -42,7 +54,7 @@ def _features(config: Fields) -> dict[str, Any]:
     )
     if latent.rotary_dim % 2:
         raise ValueError(f"config.json: qk_rope_head_dim = {latent.rotary_dim} must be even")
-    return {"latent": latent, "rope_theta": theta, "rope_scaling": None, "experts": _experts(config)}
+    return {"latent": latent, "rope_theta": theta, "rope_scaling": None, "experts": grouped_mixture(config)}
 
 
 def _read_yarn(fields: dict[str, Any]) -> Yarn | None:
@@ -53,7 +65,7 @@ def _read_yarn(fields: dict[str, Any]) -> Yarn | None:
     return yarn_scaling(fields, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 
 
-def _experts(config: Fields) -> MixtureOfExperts | None:
+def grouped_mixture(config: Fields) -> MixtureOfExperts | None:
     """Return the mixture of experts; None if every layer is dense."""
     counts = {config[field] for field in ("n_routed_experts", "num_local_experts") if config.get(field) is not None}
     if len(counts) > 1:
@@ -87,15 +99,8 @@ FAMILIES = {
     "deepseek_v3": Family(
         *("DeepseekV3", False, False, False),
         experts=True,
-        used=frozenset(
-            """
-            q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim n_routed_experts
-            num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group
-            topk_group norm_topk_prob routed_scaling_factor
-            """.split()
-        ),
-        # How it was pre-trained and distributed, and layers that predict further tokens.
-        neutral=frozenset({"num_nextn_predict_layers", "ep_size", "aux_loss_alpha", "seq_aux", "auto_map"}),
+        used=MIXTURE | LATENT,
+        neutral=NEUTRAL,
         required={
             "hidden_act": ("silu",),
             "scoring_func": ("sigmoid", None),
@@ -106,8 +111,8 @@ FAMILIES = {
             # transformers has this constant in the norms of compressed vectors, SGLang takes the field.
             "rms_norm_eps": (1e-6,),
         },
-        language_model=_with_head_dim,
-        features=_features,
+        language_model=with_head_dim,
+        features=latent_features,
         predicts_further=True,
     ),
 }

@@ -12,10 +12,9 @@ from typing import Any
 from megatron_dapo.models.blocks import GatedDelta
 from megatron_dapo.models.config_fields import (
     fields_beside_vision,
-    object_of,
     positive,
-    positive_number,
-    read_rope,
+    read_partial_rope,
+    with_partial_rotary,
 )
 from megatron_dapo.models.families.qwen import mixture_features
 from megatron_dapo.models.family import FULL_ATTENTION, GATED_DELTA, Family, Fields, Serving
@@ -28,14 +27,7 @@ _ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def _with_defaults(document: Fields) -> dict[str, Any]:
-    """Move partial_rotary_factor, which Qwen3-Next has at top level, into rope_parameters. ValueError if both places have
-    one and they differ: transformers reads the latter, SGLang the former."""
-    fields = dict(document)
-    outside, inside = fields.pop("partial_rotary_factor", None), object_of(fields, "rope_parameters")
-    factor = inside.setdefault("partial_rotary_factor", 0.25 if outside is None else outside)
-    if outside not in (None, factor):
-        raise ValueError(f"config.json: partial_rotary_factor is {outside}, in rope_parameters {factor}; keep one")
-    return {**fields, "rope_parameters": inside}
+    return with_partial_rotary(document, 0.25)
 
 
 def _of_mixture(document: Fields) -> dict[str, Any]:
@@ -46,21 +38,8 @@ def _of_mixture(document: Fields) -> dict[str, Any]:
 
 
 def _features(config: Fields) -> dict[str, Any]:
-    rope = object_of(config, "rope_parameters")
-    factor = positive_number("partial_rotary_factor", rope.pop("partial_rotary_factor"))
-    rope = {name: value for name, value in rope.items() if name not in _ROPE_OF_IMAGES}
-    theta, scaling = read_rope({**config, "rope_parameters": rope})
-    head_dim = positive(config, "head_dim")
-    rotary_dim = int(head_dim * factor)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"config.json: partial_rotary_factor {factor} of head_dim {head_dim} rotates {rotary_dim} dims; they must be "
-            f"an even number up to {head_dim}"
-        )
     return {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rotary_dim": rotary_dim,
+        **read_partial_rope(config, ignored=_ROPE_OF_IMAGES),
         "delta": _delta(config),
         "gated_attention": True,
         "zero_centered_norms": True,

@@ -250,7 +250,7 @@ def test_linear_rope_with_the_old_key():
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; supported are deepseek_v3, gemma3, gemma3_text, gpt_oss, llama, qwen2, qwen3",
+            "'mixtral' is not supported; supported are deepseek_v3, gemma3, gemma3_text, glm4_moe, ",
         ),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),

@@ -112,7 +112,7 @@ def test_adapters_are_refused_in_one_line() -> None:
         {"model": {"path": "/m", "lora": {"rank": 8, "targets": ["o_proj"]}}, "data": {"train_paths": ["/t"]}}
     )
     [violation] = missing_targets(config, parse_architecture(PUBLISHED))
-    assert "deepseek_v3: its latent attention and shared experts take no adapters" in str(violation)
+    assert "deepseek_v3: latent attention and shared experts take no adapters" in str(violation)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,17 @@ def test_a_whole_sync_in_one_message(model, arena):
     assert arena.progress.num_loaded == 2 and not arena.progress.is_stopped
 
 
+def test_what_an_engine_derives_from_its_weights_is_derived_again(model, arena):
+    """In place: CUDA graphs read the memory that they were captured with."""
+    copy = model.norm.weight.detach().clone()  # as GLM's routers in SGLang keep one
+    model.norm.register_buffer("_weight_fp32", copy, persistent=False)
+    calls = []
+    model.post_load_weights = lambda: calls.append(bool((model.norm.weight == 2.5).all()))
+    arena.slots[1][:16] = torch.full((4,), 2.5).view(torch.uint8)
+    assert _send(model, arena, *_whole("d", 4)).ok
+    assert calls == [True] and model.norm._weight_fp32 is copy and bool((copy == 2.5).all())
+
+
 def test_a_message_that_arrives_twice_changes_nothing(model, arena):
     """The slots hold bytes of later buckets by the second time."""
     assert _send(model, arena, *_whole("d", 4)).ok
