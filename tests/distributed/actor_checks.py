@@ -129,6 +129,8 @@ GROUPED_MOE = {
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
 }
+# Published, and read by SGLang.
+SGLANG_FIELDS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 KIMI_ROPE = {**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 REPLAYED = "-replayed"  # end of the names of models whose tokens go to the experts of `drawn_routing`
@@ -150,10 +152,12 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek": (
         "DeepseekV3",
-        # The last three are published, and read by SGLang.
-        {"rope_parameters": YARN_ROPE, **LATENT, **GROUPED_MOE, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        {"rope_parameters": YARN_ROPE, **LATENT, **GROUPED_MOE, **SGLANG_FIELDS},
     ),
-    "kimi-k2": ("DeepseekV3", {"rope_parameters": KIMI_ROPE, **LATENT, **GROUPED_MOE, **ONE_GROUP, "model_type": "kimi_k2"}),
+    "kimi-k2": (
+        "DeepseekV3",
+        {"rope_parameters": KIMI_ROPE, **LATENT, **GROUPED_MOE, **ONE_GROUP, **SGLANG_FIELDS, "model_type": "kimi_k2"},
+    ),
     "glm4-moe-lite": ("Glm4MoeLite", {"rope_parameters": DEFAULT_ROPE, **LATENT, **GROUPED_MOE, **ONE_GROUP, "rms_norm_eps": 1e-5}),
     "glm4-moe": (
         "Glm4Moe",
