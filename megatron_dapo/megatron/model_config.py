@@ -323,7 +323,7 @@ def _latent_fields(architecture: ModelArchitecture, settings: ModelSettings) -> 
     if latent.yarn is None:
         return fields
     scaling = dataclasses.asdict(latent.yarn)
-    scaling.pop("truncate")  # as all models with latent attention do
+    scaling.pop("truncate")  # All models with latent attention truncate.
     return {**fields, "rope_type": "yarn", "rotary_scaling_factor": scaling.pop("factor"), **scaling}
 
 

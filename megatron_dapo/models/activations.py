@@ -22,9 +22,9 @@ class Kept:
     """Bytes per token that a part keeps, by what can be computed again."""
 
     whole: float
-    core: float = 0  # of them, inside core attention or the delta rule, whose recomputation does not need them
+    core: float = 0  # share of core attention or the delta rule, whose recomputation does not need it
     core_again: float = 0  # held by one recomputation of the core, beyond what has not been freed by then
-    expansion: float = 0  # of `whole`, between latent vectors and core attention: megatron-core's `mla_up_proj`
+    expansion: float = 0  # share of `whole` from latent vectors to core attention: megatron-core's `mla_up_proj`
     working: float = 0  # gradients inside the part while its backward pass runs
     forward: float = 0  # held by a pass without gradients, if that is more than `working`
 

@@ -102,4 +102,4 @@ class GatedDelta:
     key_dim: int  # a head's
     value_dim: int
     kernel_size: int  # tokens that the convolution reads, a token itself included
-    fused: bool  # how a checkpoint holds the projections (`parts.gated_delta`)
+    fused: bool  # form of the projections in a checkpoint (`parts.gated_delta`)

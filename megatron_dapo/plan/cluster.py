@@ -10,7 +10,7 @@ from megatron_dapo.rounding import GIB
 GPUS_PER_NODE = 8
 GPU_GIB = 79.0  # an 80 GB H100 as reported by CUDA
 HOST_GIB = 1000.0  # a node of eight such GPUs has 1 to 2 TB
-NETWORK_GBIT = 25.0  # per node, for TCP traffic: a slow front-end network
+NETWORK_GBIT = 25.0  # a node's TCP traffic: a slow front-end network
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Cluster:
     gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
     gpu_gib: float = GPU_GIB  # memory of a GPU
     host_gib: float = HOST_GIB  # memory of a node
-    network_gbit: float = NETWORK_GBIT  # per node and direction, for weights sent between nodes over TCP
+    network_gbit: float = NETWORK_GBIT  # a node's, each direction: weights sent between nodes over TCP
     nvls: bool = False  # NCCL uses NVLS, whose buffers are large; the launch scripts switch it off
-    cores: int = 0  # per node without GPUs; 0: unknown, and nothing is estimated
+    cores: int = 0  # a node's, without GPUs; 0: unknown, and nothing is estimated
     has_bf16: bool = False  # these multiply bfloat16
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ class QueuedStep:
     """What one engine and the trainer do in a step."""
 
     responses: int  # an engine
-    running: int  # at once
+    running: int  # limit of running responses
     train: float  # seconds of the trainer
     update: float  # seconds of a weight update
     max_staleness: int
@@ -89,7 +89,7 @@ class Overlapped:
 def overlapped_seconds(rates: EngineRates, lengths: Lengths, turns: QueuedStep) -> Overlapped:
     """Simulate some steps and return the means of the last ones."""
     queue, time, first, waits, collects = _Queue(rates, lengths, turns), 0.0, 0.0, 0.0, 0.0
-    allowed = [0.0] * (turns.max_staleness + 1)  # by batch: when its collection may begin
+    allowed = [0.0] * (turns.max_staleness + 1)  # batch -> earliest begin of its collection
     before = 0.0  # end of the last batch's collection
     for step in range(NUM_STEPS):
         is_counted = step >= NUM_STEPS - NUM_COUNTED
@@ -114,7 +114,7 @@ class _Group:
     """Responses that are decided together."""
 
     number: int  # position in start order
-    version: int  # at its start
+    version: int  # policy version at its start
     num_open: int  # responses that have not ended
 
 

@@ -26,10 +26,10 @@ from megatron_dapo.plan.rank_order import dense_coordinates, expert_coordinates
 class SyncTraffic:
     """Bytes of one update of all servers."""
 
-    shard: int  # per rank of a server
-    num_bytes: int  # into all ranks of all servers
-    between_nodes: int  # from other nodes, counted once per transfer
-    into_node: int  # from other nodes into the busiest one
+    shard: int  # one rank of a server
+    num_bytes: int  # received by all ranks of all servers
+    between_nodes: int  # received from other nodes, counted once per transfer
+    into_node: int  # received from other nodes by the busiest one
     senders: int  # trainer ranks
 
 

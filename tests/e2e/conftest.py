@@ -1,4 +1,4 @@
-"""Whole runs through the command, in processes of their own: each has a deadline, none may leave a process behind."""
+"""Whole runs through the command, in separate processes: each has a deadline, none may leave a process behind."""
 
 from __future__ import annotations
 

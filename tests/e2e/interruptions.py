@@ -27,7 +27,7 @@ class Finished:
 
     settings: ResumeProofSettings
     directory: Path
-    seconds: float  # after start-up
+    seconds: float  # time after start-up
 
     def run(self, directory: Path, *extra: str, command: Sequence[str] = ()) -> RunProcess:
         """`extra`: overrides; `command`: further options of the command line."""

@@ -1,4 +1,4 @@
-"""Runs in three processes: the policy at TP2, the critic in a process of its own. Two steps, the second with a loss of
+"""Runs in three processes: the policy at TP2, the critic in a separate process. Two steps, the second with a loss of
 the critic that is not a number."""
 
 from __future__ import annotations

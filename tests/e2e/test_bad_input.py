@@ -45,7 +45,7 @@ def test_an_error_that_only_a_rank_sees_is_one_line(layout: str, recipe: Path, t
     )
     for name in ("dapo", "boxed"):
         assert name in outcome.last, outcome.last
-    # With several ranks it comes again, behind what followed from it.
+    # With several ranks it comes again, after what followed from it.
     num_lines = sum(line.startswith("first failure") for line in outcome.lines)
     assert num_lines == (1 if layout == "tp1" else 2), outcome.text
     # The traceback is in failure.json, and torchrun's box does not come.

@@ -30,7 +30,7 @@ COMPARED = (
 )
 
 
-TOLD = "{prompt} It is {answer}."  # what a teacher reads that knows the answer
+TOLD = "{prompt} It is {answer}."  # prompt of a teacher that knows the answer
 
 
 def write_teacher(directory: Path, student: Path, vocab_size: int = 600) -> Path:
@@ -100,7 +100,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_three_steps_and_a_resume_are_those_of_one_process(alone: tuple[Path, Path], tmp_path: Path, layout: str) -> None:
     recipe, expected = alone
     assert len(run(recipe, tmp_path / "run", layout, 3)) == 3
-    steps = run(recipe, tmp_path / "run", layout, 4)  # with the snapshot of the second step
+    steps = run(recipe, tmp_path / "run", layout, 4)  # The snapshot is the second step's.
     assert trained_responses(tmp_path / "run") == trained_responses(expected)
     for step, right in zip(steps, lines_of(expected / "metrics.jsonl"), strict=True):
         for name in COMPARED:

@@ -65,7 +65,7 @@ def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Fin
     rare = "checkpoint.interval=0"
     steps: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # A step of its own: the rows of the run before are on record when this one has hardly begun.
+        # A separate step: the rows of the run before are on record when this one has hardly begun.
         start, least = time.monotonic(), len(steps) + 1
         run = finished.run(directory, rare)
         assert signaled(run, signum, least) == EXIT_CODE, run.exit_reason()
@@ -147,7 +147,7 @@ def lines_of_attempts(directory: Path) -> list[dict]:
 def flip_a_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= (
-        1  # of a tensor that every layout reads; random states, at the end, are read by the same one
+        1  # a tensor that every layout reads; random states, at the end, are read by the same one
     )
     file.write_bytes(bytes(content))
 

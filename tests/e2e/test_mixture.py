@@ -1,4 +1,4 @@
-"""A run on two sources with weights, evaluated on two files, and its checkpoint evaluated beside it; what is drawn in any layout."""
+"""A run on two sources with weights, evaluated on two files, and its checkpoint evaluated next to it; what is drawn in any layout."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GROUPS, GROUP_SIZE = 6, 4
 
 
 def run_in_sizes(settings: ResumeProofSettings, directory: Path, *parts: str) -> list[int]:
-    """Run in one layout after the other ("dp2", with overrides behind it), all but the last stopped by a signal.
+    """Run in one layout after the other ("dp2", with overrides after it), all but the last stopped by a signal.
 
     Returns the train steps at which they ended.
     """

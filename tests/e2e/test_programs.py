@@ -203,7 +203,7 @@ def run_program(repository: Path, arguments: Sequence[str | Path], packages: str
     command = [sys.executable, *map(str, arguments)]
     directories = [packages and str(repository / packages), str(repository), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, directories))
-    # A session of its own, so that a program's workers can be killed with it.
+    # A separate session, so that a program's workers can be killed with it.
     process = subprocess.Popen(
         command,
         cwd=repository,

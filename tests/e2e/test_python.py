@@ -1,4 +1,4 @@
-"""Runs from Python: a script, a notebook with hooks of its own, and hooks that fail."""
+"""Runs from Python: a script, a notebook with its hooks, and hooks that fail."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ IN_A_KERNEL = """
 import json, os, sys
 import nbformat
 from nbclient import NotebookClient
-del os.environ["PYTEST_CURRENT_TEST"]  # with it a kernel does not show what processes print that a cell starts
+del os.environ["PYTEST_CURRENT_TEST"]  # It would hide the output of processes that a cell starts.
 notebook = nbformat.read(sys.argv[1], as_version=4)
 NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
 texts = [[output.get("text") or output["data"]["text/plain"] for output in cell.outputs] for cell in notebook.cells if cell.cell_type == "code"]
@@ -89,7 +89,7 @@ print(json.dumps(texts))
 
 @pytest.mark.long
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
-    """Cells get their names and sources from IPython, whose processes have a __main__ of their own."""
+    """Cells get their names and sources from IPython, whose processes have a separate __main__."""
     packages = ROOT / ".venv-notebook"
     if not packages.exists():
         pytest.skip("ipykernel and nbclient are not installed; make .venv-notebook/.installed installs them")

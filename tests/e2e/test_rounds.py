@@ -43,7 +43,7 @@ def test_finished_stages_have_nothing_to_do_when_it_is_run_again(tmp_path: Path)
     assert outcome.lines[-1].startswith("train: accuracy")
     files = (sampled / "report.json", tuned / "summary.json")
     times = [path.stat().st_mtime_ns for path in files]
-    shutil.rmtree(trained)  # as if it had been stopped before its last stage
+    shutil.rmtree(trained)  # It looks stopped before its last stage.
     again = rounds(recipe, directory)
     assert again.code == 0 and (trained / "summary.json").is_file(), again.text
     assert times == [path.stat().st_mtime_ns for path in files]

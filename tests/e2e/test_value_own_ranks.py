@@ -1,4 +1,4 @@
-"""A critic on processes of its own: both models update at the same time, every rank knows the same of it, and a run is
+"""A critic on separate processes: both models update at the same time, every rank knows the same of it, and a run is
 as exact as one that shares its processes."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tools.prove_resume import require_windows_once, write_recipe
 
 @pytest.fixture(scope="module")
 def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The resume proof's recipe with a critic, at TP1 beside a policy at TP2."""
+    """The resume proof's recipe with a critic, at TP1 next to a policy at TP2."""
     return write_recipe(tmp_path_factory.mktemp("vapo"), "vapo")
 
 

@@ -1,4 +1,4 @@
-"""Starting the command in processes of its own, with a deadline."""
+"""Starting the command in separate processes, with a deadline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_command(
 ) -> Outcome:
     """`megatron-dapo ARGUMENTS` to its end, both outputs in one.
 
-    `limit` is called in the new process at first. `packages`: directories of optional ones, behind the checkout on its path.
+    `limit` is called in the new process at first. `packages`: directories of optional ones, after the checkout on its path.
     """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", *arguments]
     python_path = os.pathsep.join(map(str, (ROOT, *packages)))

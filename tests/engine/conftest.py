@@ -17,7 +17,7 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.versions import api_version_of
 
-# Tests import the modules beside them and those of simulated trainers.
+# Tests import the modules next to them and those of simulated trainers.
 DIRECTORY = Path(__file__).parent
 sys.path[:0] = [str(DIRECTORY), str(DIRECTORY.parent / "distributed")]
 
@@ -82,7 +82,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a head of its own."""
+    """The same with a separate head."""
     return _save_tiny_model(tmp_path_factory.mktemp("tiny_untied"), is_tied=False)
 
 
@@ -158,7 +158,7 @@ def shared_servers(engine_python: Path, key_file: Path, tmp_path_factory: pytest
 
 @pytest.fixture(scope="session")
 def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
-    """`filled_server(model_path, tensor_parallel)`: a server with random weights; each trainer has a session of its own."""
+    """`filled_server(model_path, tensor_parallel)`: a server with random weights; each trainer has a separate session."""
 
     def server(model_path: Path, tensor_parallel: int = 1) -> SglangServer:
         fields = {"tensor_parallel": tensor_parallel, "random_weights": True, "max_total_tokens": 4096}

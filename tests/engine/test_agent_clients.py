@@ -48,7 +48,7 @@ def ending_model(config: Qwen2Config, stop_token_ids: Sequence[int]) -> Qwen2For
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 10.0
-        shared = math.sqrt(config.hidden_size)  # after the last norm
+        shared = math.sqrt(config.hidden_size)  # value after the last norm
         model.lm_head.weight[list(stop_token_ids), 0] = math.log(config.vocab_size / len(stop_token_ids)) / shared
     return model
 

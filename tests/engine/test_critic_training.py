@@ -1,4 +1,4 @@
-"""VAPO with real servers: a critic in a process of its own, and models that offload for the server."""
+"""VAPO with real servers: a critic in a separate process, and models that offload for the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAYS = {
 }
 
 
-@pytest.mark.long  # test_window_training.py trains with a critic in a process of its own
+@pytest.mark.long  # test_window_training.py trains with a critic in a separate process
 @pytest.mark.parametrize("way", WAYS)
 def test_servers_serve_the_trained_weights(way: str, engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"

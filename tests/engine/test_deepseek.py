@@ -56,7 +56,7 @@ SIZES = {
     "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,
 }
-NEXT = "model.layers.4.eh_proj.weight"  # of the layer after the last one, which predicts a further token
+NEXT = "model.layers.4.eh_proj.weight"  # The layer after the last one predicts a further token.
 
 
 def save_model(directory: Path, **fields: Any) -> Path:

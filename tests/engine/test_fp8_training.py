@@ -45,7 +45,7 @@ def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) 
     assert finished.returncode == 0, log[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == NUM_STEPS
-    # The sampling policy differs from the trained one by the quantization error alone; TIS corrects for it.
+    # The sampling policy differs from the trained one only by the quantization error; TIS corrects for it.
     assert all(1e-3 < row["mismatch/abs_logprob_diff_mean"] < 0.2 for row in rows)
     # With the same weights both sides agree within float32 rounding, at the start and after every step.
     parity, rounding = PARITY.findall(log), ROUNDING.findall(log)

@@ -1,4 +1,4 @@
-"""Gemma 3 and real SGLang servers: every version of the weights arrives, with and without a vision tower beside the language
+"""Gemma 3 and real SGLang servers: every version of the weights arrives, with and without a vision tower next to the language
 model, and a DAPO run trains the policy that was sampled from."""
 
 from __future__ import annotations

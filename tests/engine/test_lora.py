@@ -28,4 +28,4 @@ def test_servers_generate_with_the_adapters_of_each_step(engine_python: Path, tm
     assert len(rows) == 3 and all(row["mismatch/abs_logprob_diff_mean"] < 1e-4 for row in rows), rows
     log = "".join(path.read_text(errors="replace") for path in (run / "engines").glob("*.log"))
     checks = log.count("adapter sync OK")
-    assert checks == (4 if sync == "adapters" else 0), log[-2000:]  # before training, and after each step
+    assert checks == (4 if sync == "adapters" else 0), log[-2000:]  # one before training, and one after each step

@@ -115,7 +115,7 @@ FIRST = "0.embedding.word_embeddings.weight"
 
 @pytest.mark.long
 def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Path) -> None:
-    """The death is noticed in seconds; the successor gets a group of its own and the whole version."""
+    """The death is noticed in seconds; the successor gets a new group and the whole version."""
     site = make_site(filled_server, tiny_model_untied, 1)
     syncs = syncs_of(site)
     update_and_check(site, syncs, 1)

@@ -32,7 +32,7 @@ def test_experts_of_expert_parallel_ranks_arrive(synced: SyncedServer) -> None:
     assert synced.gap(1.0) < 1e-5
 
 
-@pytest.mark.long  # on one rank above
+@pytest.mark.long  # The test above has one rank.
 def test_experts_arrive_on_two_ranks(
     server_factory: Callable[..., SglangServer], moe_model: Path, expert_world: Callable[[Path, int], World]
 ) -> None:

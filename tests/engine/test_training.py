@@ -96,7 +96,7 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
 
     def start(*overrides: str, restarts: int = 0, layout: str = "tp2") -> Run:
         settings = (
-            "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a sync takes several buckets
+            "sglang.weight_sync_bucket_mb=1",  # The model has 2.9 MB: a sync takes several buckets.
             f"run.total_steps={NUM_STEPS}",
             "checkpoint.export_huggingface=false",
             *overrides,

@@ -28,7 +28,7 @@ def test_a_trainer_that_is_started_again_begins_with_a_full_update(train: Callab
     assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
     updates = UPDATE.findall(run.log.read_text(errors="replace"))
     starts = [index for index, (_, how, _) in enumerate(updates) if how == "full"]
-    assert starts[0] == 0 and 2 <= len(starts), updates  # of each attempt; the server lives on
+    assert starts[0] == 0 and 2 <= len(starts), updates  # the first of each attempt; the server lives on
     assert len(updates) - len(starts) >= 2, updates
     full_mb = float(updates[0][2])
     assert all(float(size) < 0.1 * full_mb for _, how, size in updates if how == "only changes"), updates

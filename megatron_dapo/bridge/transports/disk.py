@@ -2,7 +2,7 @@
 
 All ranks write the model as a Hugging Face checkpoint directory that appears complete or not at all. Each engine loads it
 by its own stock endpoint and then replies with the checksums of all its parameters ("adopt"). Replies come back as files
-beside the directory. The slowest transport, and the least demanding one.
+next to the directory. The slowest transport, and the least demanding one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 PREFIX = "weights-"
-_GRACE_S = 5.0  # for ranks whose wait for an engine has just ended at the deadline
+_GRACE_S = 5.0  # The wait of other ranks for an engine may have just ended at the deadline.
 
 
 class DiskTransport:

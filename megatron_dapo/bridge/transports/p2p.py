@@ -68,7 +68,7 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 _NUM_REASONS = 4  # reasons of one engine that all ranks receive
-_CALL_GRACE_S = 5.0  # for the answer to a request once the replies are here
+_CALL_GRACE_S = 5.0  # The replies are here, but the request's answer may still be missing.
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class P2PTransport:
         self.received: dict[int, int] = {}  # bytes an engine rank reported in the last sync; of engines led here
         self._store: RendezvousStore | None = None  # the leaders' store
         self._groups: dict[int, PeerGroup] = {}
-        self._joined_by: dict[int, ServerControl] = {}  # for engines that this rank leads: the process that joined
+        self._joined_by: dict[int, ServerControl] = {}  # engine that this rank leads -> process that joined
 
     def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
         """Agree on every engine's group."""
@@ -256,7 +256,7 @@ class P2PTransport:
             try:
                 return self._sync_engine(engine, rendezvous[engine], sources, shares[engine])
             finally:
-                order.leave(engine)  # if it failed, the others wait for it no longer
+                order.leave(engine)  # If it failed, the others wait for it no longer.
 
         calls = {engine: Call(partial(sync, engine)) for engine in mine}
         for engine, call in calls.items():

@@ -181,7 +181,7 @@ def _update_config(path: Path, fields: Mapping[str, Any], dtype: torch.dtype | N
     if dtype is None and not fields and _QUANTIZED not in config:
         return  # the copied file stays as it is, byte for byte
     config |= fields
-    config.pop(_QUANTIZED, None)  # what it describes was dequantized
+    config.pop(_QUANTIZED, None)  # The tensors were dequantized.
     if dtype is not None:
         # transformers 5 renamed torch_dtype to dtype; a second field would contradict the first.
         field = "torch_dtype" if "torch_dtype" in config else "dtype"

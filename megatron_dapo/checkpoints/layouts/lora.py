@@ -21,7 +21,7 @@ from megatron_dapo.models.lora import FUSED, LORA_A, LORA_B, WEIGHT, adapter_sha
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 
-ADAPTER = ".adapter."  # in the local name of every adapter's buffer
+ADAPTER = ".adapter."  # part of the local name of every adapter's buffer
 
 
 class AdapterBuffers(NamedTuple):

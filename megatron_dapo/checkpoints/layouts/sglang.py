@@ -73,7 +73,7 @@ class SglangLayout(ComputedLayout):
 
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
         if buffer.name.endswith(SINKS):
-            return torch.bfloat16  # in a model of any type, unless attention is TensorRT-LLM's
+            return torch.bfloat16  # any model's, unless attention is TensorRT-LLM's
         return self.tensors[buffer.shards[0].tensor].dtype if buffer.shards else self.dtype
 
     @property

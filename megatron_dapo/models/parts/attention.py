@@ -87,7 +87,7 @@ class GroupedQueryAttention(LayerPart):
 
     def kept(self, cut: TrainerCut) -> Kept:
         query, group = self.heads * self.head_dim // cut.tensor, self.groups * self.head_dim // cut.tensor
-        sums = FP32 * (self.heads // cut.tensor)  # of a head's softmax
+        sums = FP32 * (self.heads // cut.tensor)  # a head's softmax
         outside = cut.normed(self.hidden) + (cut.norm(self.hidden) if self.post_norm else 0)
         norms = FP32 * (self.heads // cut.tensor + self.groups // cut.tensor)
         if not cut.is_torch:

@@ -9,7 +9,7 @@ from megatron_dapo.models.activations import Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
 from megatron_dapo.rounding import round_up
 
-CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU, SGLang pads intermediate sizes to a multiple of this times its ranks
+CPU_INTERMEDIATE_MULTIPLE = 32  # SGLang pads intermediate sizes to a multiple of this times its ranks
 
 
 @dataclass(frozen=True)

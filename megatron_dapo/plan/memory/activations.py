@@ -24,9 +24,9 @@ class LayerBytes:
     """Bytes per token that one layer keeps for its backward pass, by what can be recomputed."""
 
     mixer: float  # norm and attention, or what is in its place
-    core: float  # of them, inside core attention, without the inputs that its recomputation needs
+    core: float  # share of core attention, except the inputs that its recomputation needs
     core_again: float  # held by one recomputation of core attention
-    expansion: float  # of the mixer, between latent vectors and core attention
+    expansion: float  # share of the mixer from latent vectors to core attention
     mlp: float  # norm, and the MLP or router and experts
     residual: float  # the layer's input, from which recomputation starts
     input: float  # the norm's input, if the norm keeps the tensor itself and not a copy

@@ -16,7 +16,7 @@ PAIR_BYTES, GROUP_BYTES = 544 << 20, 688 << 20  # group of two ranks, larger gro
 # experts, 9.5 GB, the plan's figure is a prediction.
 NVLS_BYTES = int(1.8 * GIB)
 NVLS_RANKS = 3
-SERVER_GROUP = 1 * GIB  # per rank of a server with several ranks: vLLM pull request 51485, at TP4
+SERVER_GROUP = 1 * GIB  # a rank of a server with several ranks: vLLM pull request 51485, at TP4
 
 
 @dataclass(frozen=True)

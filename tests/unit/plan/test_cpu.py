@@ -60,7 +60,7 @@ def test_what_does_not_fit_this_machine_is_refused(free_gib: float, steps: int, 
     assert all("run.ignore_estimates = true" in str(one) and "--gpus-per-node" in str(one) for one in found)
     ignored = config_of(**sizes, run={"total_steps": steps, "ignore_estimates": True})
     assert not list(problems(ignored, cluster, ARCHITECTURE, 1))
-    # GPUs have rules of their own, and nothing is said of a machine whose cores are not known.
+    # GPUs have other rules, and nothing is said of a machine whose cores are not known.
     for other in (Cluster(1, 8, cores=2), Cluster(1, 0, host_gib=free_gib)):
         assert not list(problems(config, other, ARCHITECTURE, 1))
 

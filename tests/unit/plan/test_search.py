@@ -116,7 +116,7 @@ def test_kinds_of_recomputation_that_are_tried(
 
 
 def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
-    """--set cannot take them away, and validation refuses them beside other kinds of recomputation."""
+    """--set cannot take them away, and validation refuses them with other kinds of recomputation."""
     config = derive(
         config_of("dapo"), {"model.recompute_granularity": "selective", "megatron.recompute_modules": ["mlp"]}
     )
@@ -175,7 +175,7 @@ def test_ends_of_a_split_are_no_longer_than_the_stages_between(num_layers: int) 
 
 
 def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
-    """94 layers divide by 2 and 47 alone; the head's stage has fewer than the others."""
+    """94 layers divide only by 2 and 47; the head's stage has fewer than the others."""
     best = found_for(config_of("dapo"), "235B-A22B", 512).layouts[0]
     assert best.settings["parallel.pp_size"] > 2 and best.settings["parallel.last_stage_layers"] > 0
     even = found_for(config_of("dapo"), "32B", 128).layouts
@@ -184,7 +184,7 @@ def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
 
 
 def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> None:
-    """86 GiB: a cache of a few responses beside 16-bit weights. 79 GiB: none."""
+    """86 GiB: a cache of a few responses next to 16-bit weights. 79 GiB: none."""
     config, facts = config_of("dapo"), parse_architecture(MODELS["235B-A22B"])
     found = search(config, facts, 128, replace(GPUS["H100"], memory_gib=86.0), Cluster(16, 8, 86.0, 2000.0))
     first = found.layouts[0]
