@@ -21,7 +21,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan import cpu
 from megatron_dapo.plan.check import response_seconds, weight_sync_seconds
 from megatron_dapo.plan.cluster import Cluster
-from megatron_dapo.plan.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
+from megatron_dapo.plan.memory import EngineMemory, ModelMemory, RunMemory, optimizer_ranks, run_memory
 from megatron_dapo.precision import RECIPES, recipe_name
 from megatron_dapo.rounding import GIB
 from megatron_dapo.run.plan import Plan
@@ -225,6 +225,16 @@ def memory_warnings(config: Config, memory: RunMemory, processes: int, cluster: 
             f"quarter of the full length need {typical} KV tokens, an engine holds {engine.kv_tokens}; lower it to "
             f"{4 * engine.kv_tokens // config.longest_sequence}, or raise sglang.mem_fraction_static"
         )
+    if engine.held_by_states is not None and engine.held_by_states < sglang.max_running_requests:
+        yield (
+            f"warning: requests will queue: an engine has recurrent states for {engine.held_by_states} responses, "
+            f"sglang.max_running_requests is {sglang.max_running_requests}; lower it, or raise sglang.mem_fraction_static"
+        )
+
+
+def states_of(engine: EngineMemory) -> str:
+    """Return how many responses have recurrent states, for a line about the cache."""
+    return "" if engine.held_by_states is None else f"recurrent states of {engine.held_by_states} responses; "
 
 
 def _engines(plan: Plan, memory: RunMemory) -> Iterator[str]:
@@ -243,7 +253,7 @@ def _engines(plan: Plan, memory: RunMemory) -> Iterator[str]:
         yield (
             f"KV cache of an engine: {engine.kv_tokens} tokens at {engine.bytes_per_token} bytes a rank, "
             f"{engine.kv_tokens / config.longest_sequence:.1f} sequences of {config.longest_sequence}; "
-            f"weights {_gib(engine.weights)} a rank"
+            f"{states_of(engine)}weights {_gib(engine.weights)} a rank"
         )
         yield (
             f"estimates: {response_seconds(config, memory):.0f} s for a batch of longest responses, "

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatron_dapo.checkpoints.disk_space import size
-from megatron_dapo.cli.description import memory_warnings
+from megatron_dapo.cli.description import memory_warnings, states_of
 from megatron_dapo.cli.options import (
     HostMemoryOption,
     JsonOption,
@@ -278,7 +278,7 @@ def _queue_lines(plan: StepPlan) -> Iterator[str]:
     longest = plan.config.longest_sequence
     yield (
         f"KV cache of an engine: {engine.kv_tokens} tokens, {engine.kv_tokens / longest:.1f} sequences of {longest}; "
-        f"{plan.memory.num_engines} engines"
+        f"{states_of(engine)}{plan.memory.num_engines} engines"
     )
     yield (
         f"queue of an engine: {queue.responses} responses, {queue.running} at a time; {queue.waiting} wait, the last for "

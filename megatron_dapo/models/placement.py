@@ -165,9 +165,25 @@ class LayerPart(ABC):
         """Elements of a token's queries, which are multiplied by the keys and by the values of every token before it."""
         return 0
 
+    @property
+    def absorbed_width(self) -> int:
+        """Elements of a cached token's vector that a decoding step multiplies, over all heads, if that may take longer than
+        reading it; 0 for separate keys and values, whose reading takes longer."""
+        return 0
+
+    @property
+    def fp32_products(self) -> int:
+        """Elements that a token is multiplied by in fp32, besides weights, however long its sequence is."""
+        return 0
+
     def cached_per_token(self, engine: EngineCut) -> int:
         """Return the elements of a token that an engine's rank caches."""
         return 0
+
+    @property
+    def state_elements(self) -> tuple[int, int]:
+        """Elements of a sequence's state over all ranks: in the model's type, and in fp32."""
+        return 0, 0
 
 
 def check_cut(axis: str, count: int, placements: Iterable[Placement], owner: str) -> None:

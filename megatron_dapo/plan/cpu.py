@@ -32,7 +32,7 @@ MOST_HOURS = 24
 SERVER_BYTES = int(1.0 * GIB)  # a rank of a server without its weights and cache
 _NOT_ON_CPUS = ("context", "communication")  # CUDA's and NCCL's
 # A server is a separate process, and keeps its memory while the trainer works.
-_SERVER_PARTS = ("engine_weights", "kv_tokens", "graphs_and_prefill", "engine_context", "engine_asleep")
+_SERVER_PARTS = ("engine_weights", "kv_tokens", "states", "graphs_and_prefill", "engine_context", "engine_asleep")
 _OVERRIDE = "or set run.ignore_estimates = true"
 
 

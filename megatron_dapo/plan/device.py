@@ -47,6 +47,7 @@ class Shares:
     training: float = 0.5
     fp8_speedup: float = 1.078  # measured, blockwise, the same step
     experts: float = 0.08  # grouped, between 0.2 of device time and 0.05 of wall time measured in three layers of Qwen3-30B-A3B (H200)
+    fp32_slowdown: float = 15.0  # H100's data sheet: bf16 on tensor cores over fp32, in which torch keeps products of fp32 tensors
     packing: float = 0.9  # measured: share of micro-batch tokens that are not padding
     decode_memory: float = 0.78  # fits published decoding times of a 32 B model on two H100
     decode_experts: float = 0.6  # share of the memory rate when reading experts' weights; calibrated (docs/plan.md)

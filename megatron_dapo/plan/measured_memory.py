@@ -11,7 +11,7 @@ from megatron_dapo.rounding import GIB
 
 MEASURED_MEMORY = "plan_memory.json"
 # Components of the plan that a server's rank holds.
-_SERVER = ("engine_weights", "kv_tokens", "graphs_and_prefill", "engine_context")
+_SERVER = ("engine_weights", "kv_tokens", "states", "graphs_and_prefill", "engine_context")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def exceeded(memory: RunMemory, ranks: Sequence[RankMemory]) -> Iterator[Exceede
         ),
     }
     if "trainer" in generate:  # servers on the trainer's GPUs
-        limits["servers"] = sum(generate[name] for name in _SERVER)
+        limits["servers"] = sum(generate.get(name, 0) for name in _SERVER)
     for component, limit in limits.items():
         found = [(size, one.rank) for one in ranks if (size := _measured(component, one)) is not None]
         if found and max(found)[0] > limit:

@@ -19,6 +19,7 @@ NUM_QUANTILES = 256
 SIGMA = 1.0  # standard deviation of log length: most responses are short and a few reach the limit
 MEAN_SHARE = 0.25  # default mean of reasoning rollouts, as a share of the longest response
 MEAN_PROMPT_SHARE = 0.125  # mean prompt, as a share of the longest prompt
+READ_PROMPT_SHARE = 0.5  # of a teacher's prompt, which only it reads: the longest of them sets data.max_prompt_tokens
 KEPT_SHARE = 0.6  # share of groups that remain after all-right and all-wrong ones are dropped
 REDUCTION_SECONDS = 30e-6  # small all-reduce between nodes by RDMA; an order of magnitude, not measured
 MOST_SIMULATED = 4096  # most responses of an engine that are simulated one by one
@@ -91,6 +92,10 @@ class EngineRates:
     chosen_share: float = 1.0  # share of the experts that a token chooses
     fp8: bool = False
     reductions: int = 0  # all-reduces of a step between nodes
+    absorbed_width: int = 0  # elements of a cached token that latent attention multiplies, in all layers
+    bytes_per_state: int = 0  # of a response in gated delta nets, on a rank
+    local_bytes: float = 0.0  # of `bytes_per_token`, in layers that see only a window
+    window: int = 0  # tokens
 
     def tick(self, running: float, context: float) -> tuple[float, float, float]:
         """Return the seconds of one decoding step for memory reads, for products and for overhead.
@@ -100,10 +105,12 @@ class EngineRates:
         # Experts that no token chooses are not read.
         experts = 1 - (1 - self.chosen_share) ** running
         dense = self.weight_bytes * (1 - self.expert_share) + context * self.bytes_per_token
+        dense -= max(0.0, context - running * self.window) * self.local_bytes
+        dense += 2 * running * self.bytes_per_state  # read and written
         read = dense / SHARES.decode_memory + self.weight_bytes * self.expert_share * experts / SHARES.decode_experts
         read /= self.gpu.memory_bytes_s
         rate = self.ranks * self.gpu.flops * SHARES.decode_flops * (2 if self.fp8 else 1)
-        products = 2 * self.active_parameters * running / rate
+        products = 2 * (self.active_parameters * running + self.absorbed_width * context) / rate
         return read, products, TICK_SECONDS + REQUEST_SECONDS * running + REDUCTION_SECONDS * self.reductions
 
     def seconds(self, running: float, context: float) -> float:
@@ -117,6 +124,8 @@ def engine_rates(config: Config, architecture: ModelArchitecture, engine: Engine
     whole = num_parameters(architecture)
     active = active_parameters(architecture)
     is_fp8 = config.sglang.quantization == "fp8"
+    kinds, local = architecture.kinds_of_layers.items(), architecture.local
+    share = len(local.layers) / architecture.num_layers if local else 0.0
     return EngineRates(
         weight_bytes=engine.weights,
         bytes_per_token=engine.bytes_per_token,
@@ -127,13 +136,17 @@ def engine_rates(config: Config, architecture: ModelArchitecture, engine: Engine
         chosen_share=architecture.num_experts_per_token / architecture.num_experts if architecture.num_experts else 1.0,
         fp8=is_fp8,
         reductions=2 * architecture.num_layers if config.sglang.nodes_per_server > 1 else 0,
+        absorbed_width=sum(len(layers) * part.absorbed_width for parts, layers in kinds for part in parts),
+        bytes_per_state=engine.bytes_per_state,
+        local_bytes=share * engine.bytes_per_token,
+        window=local.window if local else 0,
     )
 
 
 def expert_parameters(architecture: ModelArchitecture) -> int:
     """Return the elements of all experts."""
     per_layer = architecture.num_experts * 3 * architecture.hidden_size * architecture.moe_intermediate_size
-    return architecture.num_layers * per_layer
+    return (len(architecture.experts.layers) if architecture.experts else 0) * per_layer
 
 
 def active_parameters(architecture: ModelArchitecture) -> float:
@@ -162,7 +175,7 @@ class Queue:
 
 def running_at_once(config: Config, engine: EngineMemory, lengths: Lengths) -> int:
     """Return how many responses a server decodes at a time: limited by its setting and by its cache."""
-    return max(1, min(config.sglang.max_running_requests, int(engine.kv_tokens / lengths.held)))
+    return max(1, min(config.sglang.max_running_requests, engine.holds(lengths.held)))
 
 
 def prefill_seconds(config: Config, rates: EngineRates, queue: Queue, lengths: Lengths) -> float:

@@ -180,7 +180,7 @@ def _servers(
         hundredths = int(100 * (cluster.gpu_bytes - trainer - MARGIN) / free)
         settings["sglang.mem_fraction_static"] = max(0.01, min(MOST_STATIC, hundredths / 100))
         engine = engine_memory(derive(config, settings), architecture, cluster)
-        holds = engine.kv_tokens // whole
+        holds = engine.holds(whole)
         if holds < fewest:  # a server limited to fewer requests may still be the only one that fits
             settings["sglang.max_running_requests"] = holds
         if holds >= min(fewest, FEWEST_RUNNING):

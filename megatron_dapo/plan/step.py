@@ -16,6 +16,7 @@ from megatron_dapo.plan.memory.batch import step_responses
 from megatron_dapo.plan.overlap import Collection, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import (
     KEPT_SHARE,
+    READ_PROMPT_SHARE,
     Lengths,
     Queue,
     engine_rates,
@@ -150,7 +151,11 @@ def trainer_seconds(
     mini = max(1, prompts // training.mini_batch_prompts)
     for teacher, shape in zip(config.distillation.models, teacher_architectures(config, architecture), strict=True):
         model = Model(config, shape, processes - own, gpu, per_node)
-        taught = Batch.of(max(1, round(responses * taught_share(config, teacher))), lengths)
+        read = lengths
+        if teacher.prompt:
+            longest = READ_PROMPT_SHARE * config.data.max_prompt_tokens
+            read = replace(lengths, prompt=max(lengths.prompt, longest))
+        taught = Batch.of(max(1, round(responses * taught_share(config, teacher))), read)
         once = pass_seconds(model, taught, LOG_PROBS)
         seconds["log_probs"] = add(seconds["log_probs"], add(once, times=training.epochs))
     seconds["train"] = _training(policy, responses, lengths, mini, training.epochs)

@@ -127,12 +127,17 @@ def _flops(model: Model, batch: Batch, kind: Pass, tokens: float) -> tuple[float
     a = model.architecture
     # An expert's product reaches less of the rate: counted as so many more FLOPs.
     slower, layers = SHARES.training / SHARES.experts, 0.0
-    for (attention, mlp), kind_layers in a.kinds_of_layers.items():
-        products = mlp.weights_per_token * (slower if isinstance(mlp, RoutedExperts) else 1.0)
-        passed = kind.layers * attention.weights_per_token + (kind.layers + kind.mlp_again) * products
-        # Two products a head, of which causality needs half: squares * width * 2 FLOPs.
-        squares = 2.0 * attention.attention_width * batch.squares * tokens / batch.tokens
-        layers += len(kind_layers) * (2.0 * tokens * passed + (kind.layers + kind.attention_again) * squares)
+    for (mixer, *others), kind_layers in a.kinds_of_layers.items():
+        products = sum(part.weights_per_token * (slower if isinstance(part, RoutedExperts) else 1.0) for part in others)
+        passed = kind.layers * mixer.weights_per_token + (kind.layers + kind.mlp_again) * products
+        # Two products a head with every token before, 4 FLOPs: causality needs half of the squares, a window less.
+        num_local = len(kind_layers & a.local.layers) if a.local else 0
+        pairs = (len(kind_layers) - num_local) * batch.squares / 2
+        if a.local:
+            pairs += num_local * min(batch.squares / 2, a.local.window * batch.tokens)
+        core = 4.0 * mixer.attention_width * pairs * tokens / batch.tokens
+        core += len(kind_layers) * 2.0 * tokens * mixer.fp32_products * SHARES.fp32_slowdown
+        layers += len(kind_layers) * 2.0 * tokens * passed + (kind.layers + kind.attention_again) * core
     head = 0.0 if model.has_value_head else kind.head * 2.0 * tokens * a.vocab_size * a.hidden_size
     return layers, head
 

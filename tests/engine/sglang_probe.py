@@ -5,7 +5,7 @@
 CASES.json has two lists. "models": {"directory", "model_module", "tensor_parallel", "expert_parallel", "device", "output"};
 SGLang's model classes load the directory, one rank after the other, and the parameters of rank r go to output/r.safetensors.
 "caches": {"directory", "tensor_parallel", "fraction", "free_before", "free_after"}, the bytes free before and after the weights
-are loaded on GPUs that are only numbers; [bytes of a token, tokens] of each go to caches.json next to CASES.json.
+are loaded on GPUs that are only numbers; [bytes of a token, tokens, responses with states] of each go to caches.json next to CASES.json.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.rounding import GIB
@@ -27,13 +27,14 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
-from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: E402
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig  # noqa: E402
 from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
 from sglang.srt.mem_cache import kv_cache_configurator  # noqa: E402
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator  # noqa: E402
-from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
+from sglang.srt.runtime_context import get_parallel, get_schedule, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 VISION = ("vision_tower.", "multi_modal_projector.")
@@ -83,23 +84,30 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
 
 
 def sized(case: dict) -> list[int]:
-    """Return bytes of a token and tokens of the pool, by SGLang's functions; the machine's answers stand in for a GPU's."""
+    """Return bytes of a token, tokens of the pool and responses that have recurrent states (0: the model has none), by SGLang's
+    functions; the machine's answers stand in for a GPU's."""
     config = ModelConfig(case["directory"], dtype="bfloat16")
     not_speculative = SimpleNamespace(
-        **{name: (lambda: False) for name in ("is_eagle", "is_standalone", "is_dflash_family")}
+        **{name: (lambda: False) for name in ("is_eagle", "is_standalone", "is_dflash_family")}, is_none=lambda: True
     )
+    recurrent, is_latent = mambaish_config(config), config.attention_arch == AttentionArch.MLA
+    ServerArgs._validate_mamba_extra_buffer = lambda *unused: None  # that there is a GPU
     arguments = ServerArgs(
         model_path=case["directory"], device="cpu", attention_backend="torch_native", skip_tokenizer_init=True,
         mem_fraction_static=case["fraction"],
     )  # fmt: skip
     publish(arguments, role="scheduler")
     configurator = SimpleNamespace(
-        kv_cache_dtype_str="auto", kv_cache_dtype=torch.bfloat16, model_config=config, use_mla_backend=False,
-        layer_info=SimpleNamespace(num_effective_layers=config.num_hidden_layers), spec_algorithm=not_speculative,
-        is_draft_worker=False, ps=SimpleNamespace(pp_size=1), mambaish_config=None, post_capture_kv_active=False,
-        server_args=arguments, device="cuda", gpu_id=0,
+        kv_cache_dtype_str="auto", kv_cache_dtype=torch.bfloat16, model_config=config, use_mla_backend=is_latent,
+        layer_info=SimpleNamespace(
+            num_effective_layers=config.num_hidden_layers, start_layer=0, end_layer=config.num_hidden_layers
+        ), spec_algorithm=not_speculative,
+        is_draft_worker=False, ps=SimpleNamespace(pp_size=1, attn_dp_size=1), mambaish_config=recurrent,
+        post_capture_kv_active=False, server_args=arguments, device="cuda", gpu_id=0, hybrid_gdn_config=recurrent,
     )  # fmt: skip
     module = kv_cache_configurator
+    for name in ("_handle_max_mamba_cache", "_calculate_mamba_ratio"):
+        setattr(configurator, name, MethodType(getattr(module.KVCacheConfigurator, name), configurator))
     module.get_available_gpu_memory = lambda *unused, **also_unused: case["free_after"] / GIB
     world = SimpleNamespace(world_size=1, cpu_group=None)
     module.get_world_group = lambda: world
@@ -111,7 +119,8 @@ def sized(case: dict) -> list[int]:
         pool = DefaultPoolConfigurator(configurator)
         available = module.KVCacheConfigurator._profile_available_bytes(configurator, case["free_before"] / GIB)
         tokens = pool.calculate_pool_sizes(available, 1).max_total_num_tokens
-    return [pool._cell_size, tokens]
+        states = get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio() if recurrent else 0
+    return [pool._cell_size, tokens, states]
 
 
 def main(path: Path) -> None:

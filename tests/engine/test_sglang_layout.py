@@ -49,8 +49,9 @@ from megatron_dapo.plan.memory import EngineMemory, engine_memory, free_at_start
 from megatron_dapo.reshard.layout import SingleHolderLayout
 from megatron_dapo.reshard.planner import plan
 from tests.reshard_oracles import execute_in_memory
-from tests.unit.config.architectures import DENSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
+from tests.unit.config.architectures import DENSE, GEMMA3_1B, QWEN_7B, QWEN_14B, QWEN_32B, write_model
 from tests.unit.config.architectures import EXPERTS as SPARSE
+from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, "sglang.srt.models.llama"),
@@ -197,7 +198,10 @@ def _save(directory: Path, model: str) -> None:
     instance.save_pretrained(directory)
 
 
-CACHE_MODELS = {"7B": QWEN_7B, "14B": QWEN_14B, "32B": QWEN_32B, "tiny": DENSE, "experts": SPARSE}
+CACHE_MODELS = {
+    **{"7B": QWEN_7B, "14B": QWEN_14B, "32B": QWEN_32B, "tiny": DENSE, "experts": SPARSE},
+    **{"latent": {**DEEPSEEK_V3, "num_hidden_layers": 4}, "delta": QWEN3_NEXT_80B, "local": GEMMA3_1B},
+}
 # model, ranks of a server, mem_fraction_static, colocated
 CACHES = [
     ("7B", 1, 0.78, True),
@@ -209,6 +213,10 @@ CACHES = [
     ("7B", 8, 0.5, False),  # more ranks than key-value heads
     ("tiny", 1, 0.1, False),
     ("experts", 2, 0.1, False),
+    ("latent", 8, 0.5, False),  # every rank caches the latent vectors whole
+    ("delta", 4, 0.85, False),
+    ("delta", 8, 0.7, True),
+    ("local", 1, 0.5, False),  # SGLang caches Gemma 3's local layers whole
 ]
 
 
@@ -292,6 +300,7 @@ def test_layout_matches_what_sglang_loads(case, loaded):
 
 def test_a_cache_has_the_tokens_that_sglang_computes(loaded, cache_cases):
     theirs = json.loads((loaded[0] / "caches.json").read_text())
-    for (case, memory), (bytes_per_token, num_tokens) in zip(cache_cases, theirs, strict=True):
+    for (case, memory), (bytes_per_token, num_tokens, with_states) in zip(cache_cases, theirs, strict=True):
         assert memory.bytes_per_token == bytes_per_token, case
         assert memory.kv_tokens == pytest.approx(num_tokens, abs=1), case  # SGLang computes in GiB
+        assert (memory.held_by_states or 0) == with_states, case

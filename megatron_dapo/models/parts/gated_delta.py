@@ -86,6 +86,13 @@ class GatedDeltaMixer(LayerPart):
         return frozenset({DECAY})
 
     @property
+    def fp32_products(self) -> int:
+        size, of_value = self.key_dim, self.value_dim
+        # Of a chunk: products of keys and of queries and keys, the triangular solution, and outputs; and three with the state.
+        of_head = CHUNK * (2 * size + (size + of_value) // 2 + of_value) + 3 * size * of_value
+        return self.value_heads * of_head
+
+    @property
     def state_elements(self) -> tuple[int, int]:
         """Elements of a sequence's state: of the convolution, in the model's type, and of the recurrence, in fp32."""
         keys, values = self._widths

@@ -109,6 +109,11 @@ class MultiHeadLatentAttention(LayerPart):
         # Scores take a query's elements, sums of values those of a value.
         return self.heads * (self.sizes.query_dim + self.sizes.value_dim) // 2
 
+    @property
+    def absorbed_width(self) -> int:
+        # Scores take a cached vector, outputs its part without positions.
+        return self.heads * (self._compressed + self.sizes.key_value_rank)
+
     def cached_per_token(self, engine: EngineCut) -> int:
         """Return the elements of a token's compressed key and value, which every rank caches whole."""
         return self._compressed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
@@ -30,6 +31,16 @@ def choice_bytes(config: Config, architecture: ModelArchitecture) -> int:
 def support_bytes(config: Config) -> int:
     """Return the most bytes of the ids that a token was drawn from, 0 if that is the whole vocabulary."""
     return ID_BYTES * config.rollout.top_k if config.rollout.is_restricted else 0
+
+
+def read_bytes(config: Config) -> int:
+    """Return the most bytes of a response's prompts as teachers in the trainer's processes read them, 0 if they read the
+    policy's."""
+    section = config.distillation
+    readers = [teacher for teacher in section.models if teacher.prompt]
+    everywhere = sum(not teacher.sources for teacher in readers)
+    by_source = Counter(source for teacher in readers for source in set(teacher.sources))
+    return ID_BYTES * config.data.max_prompt_tokens * (everywhere + max(by_source.values(), default=0))
 
 
 def share_tokens(config: Config, responses: int, processes: int) -> int:
@@ -62,7 +73,8 @@ def host_batch_bytes(
     """
     chosen, responses = choice_bytes(config, architecture), step_responses(config)
     packed = (TOKEN_BYTES + chosen + support_bytes(config)) * share_tokens(config, responses, processes)
-    longest = config.longest_trained
-    generated = (chosen + support_bytes(config)) * longest * math.ceil(config.rollout.oversample * responses)
+    packed += read_bytes(config) * share_tokens(config, responses, processes) // config.longest_trained
+    of_response = (chosen + support_bytes(config)) * config.longest_trained + read_bytes(config)
+    generated = of_response * math.ceil(config.rollout.oversample * responses)
     of_servers = SERVED_CHOICE * architecture.num_layers * architecture.num_experts_per_token * served_tokens
     return ranks_of_node * packed + generated + (of_servers if chosen else 0)

@@ -22,6 +22,10 @@ from megatron_dapo.rounding import GIB, round_up
 SGLANG_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 SPARE_POSITIONS = 16  # SGLang keeps a few positions of a sequence free; without them it cuts responses silently
 FP8_BLOCK = 128
+# SGLang's defaults for states of gated delta nets: their share of what weights leave (mamba_full_memory_ratio 0.9), and how many
+# it keeps for a running response with its cached prefixes.
+STATES_SHARE = 0.9 / 1.9
+PREFIX_STATES = 3
 # No formula gives these: orders of magnitude measured on H100, rounded up.
 ENGINE_CONTEXT = 1 * GIB  # CUDA context of a server's rank
 ENGINE_ASLEEP = 3 * GIB  # kept by a sleeping server of one rank: its context, CUDA graphs and workspaces
@@ -37,12 +41,26 @@ class EngineMemory:
     weights: int  # bytes
     bytes_per_token: int  # KV cache
     kv_tokens: int
-    budget: int  # bytes for weights and KV cache together
+    budget: int  # bytes for weights, KV cache and states together
+    bytes_per_state: int = 0  # of a sequence in gated delta nets; 0: the model has none
+    states: int = 0  # bytes of all of them
+    num_states: int = 0  # that responses may have
+    states_per_response: int = 1  # that SGLang keeps for a running response
 
     @property
     def static(self) -> int:
-        """Bytes of weights and KV cache together."""
-        return self.weights + self.kv_tokens * self.bytes_per_token
+        """Bytes of weights, KV cache and states together."""
+        return self.weights + self.kv_tokens * self.bytes_per_token + self.states
+
+    @property
+    def held_by_states(self) -> int | None:
+        """Responses whose states fit; None for a model without any."""
+        return self.num_states // self.states_per_response if self.bytes_per_state else None
+
+    def holds(self, tokens: float) -> int:
+        """Return how many responses of so many tokens a server decodes at a time."""
+        held = int(self.kv_tokens / tokens)
+        return held if self.held_by_states is None else min(held, self.held_by_states)
 
 
 class LayerWeights(NamedTuple):
@@ -127,6 +145,19 @@ def kv_bytes_per_token(architecture: ModelArchitecture, tensor: int, dtype: str)
     return ITEM_SIZES[dtype] * sum(cached)
 
 
+def state_bytes(architecture: ModelArchitecture, tensor: int, dtype: str) -> int:
+    """Return the bytes of a sequence's states on a rank, which do not grow with its length."""
+    kinds = architecture.kinds_of_layers.items()
+    states = [(len(layers), part.state_elements) for parts, layers in kinds for part in parts]
+    return sum(count * (ITEM_SIZES[dtype] * typed + FP32 * wide) for count, (typed, wide) in states) // tensor
+
+
+def states_per_response(config: Config) -> int:
+    """Return how many states SGLang keeps for a running response: its own, those of prefixes, and two that it writes in turns
+    if it overlaps scheduling with decoding (`KVCacheConfigurator._calculate_mamba_ratio`)."""
+    return PREFIX_STATES if config.sglang.update_pause == "in_place" else PREFIX_STATES + 2
+
+
 def engine_context(config: Config) -> int:
     """Return the bytes of a server's rank besides weights, cache and graphs: its context, and NCCL's if it has several
     ranks."""
@@ -155,14 +186,19 @@ def engine_memory(config: Config, architecture: ModelArchitecture, cluster: Clus
             engine_weight_bytes(architecture, 1, 1, dtype, False),
             kv_bytes_per_token(architecture, 1, dtype),
         )
-        tokens = config.rollout.slots_per_rank * config.longest_sequence
-        return EngineMemory(weights, cell, tokens, budget=weights + tokens * cell)
+        slots, state = config.rollout.slots_per_rank, state_bytes(architecture, 1, dtype)
+        tokens = slots * config.longest_sequence
+        return EngineMemory(weights, cell, tokens, weights + tokens * cell + slots * state, state, slots * state, slots)
     is_fp8 = sglang.quantization == "fp8"
     weights = engine_weight_bytes(architecture, sglang.tp_size, sglang.ep_size, dtype, is_fp8)
     weights += architecture.vision_parameters * ITEM_SIZES[dtype]
     cell = kv_bytes_per_token(architecture, sglang.tp_size, dtype)
     budget = int(free_at_start(config, cluster) * sglang.mem_fraction_static)
-    tokens = max(0, budget - weights) // cell
+    state, rest, states = state_bytes(architecture, sglang.tp_size, dtype), max(0, budget - weights), 0
+    if state:
+        states = int(rest * STATES_SHARE) // state  # one of them is padding
+        rest -= states * state
+    tokens = rest // cell
     if sglang.max_total_tokens:
         tokens = min(tokens, sglang.max_total_tokens)
-    return EngineMemory(weights, cell, tokens, budget)
+    return EngineMemory(weights, cell, tokens, budget, state, states * state, max(0, states - 1), states_per_response(config))

@@ -265,6 +265,7 @@ def _engine_parts(roles: _Roles, trainer_bytes: int) -> dict[str, int]:
     found = {
         "engine_weights": roles.engine.weights,
         "kv_tokens": roles.engine.kv_tokens * roles.engine.bytes_per_token,
+        **({"states": roles.engine.states} if roles.engine.states else {}),
         "graphs_and_prefill": ENGINE_WORKSPACE,
         "engine_context": engine_context(roles.config),
     }

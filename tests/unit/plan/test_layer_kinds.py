@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
-from megatron_dapo.plan.memory import chunks_in_flight, layer_bytes, model_memory, stage_memory, trainer_cut
+from megatron_dapo.plan.cluster import Cluster
+from megatron_dapo.plan.device import GPUS, SHARES
+from megatron_dapo.plan.memory import (
+    EngineMemory,
+    chunks_in_flight,
+    engine_memory,
+    layer_bytes,
+    model_memory,
+    run_memory,
+    stage_memory,
+    trainer_cut,
+)
 from megatron_dapo.plan.memory.activations import Recompute, chunks_of_stage, kept_bytes
+from megatron_dapo.plan.rollout import active_parameters, engine_rates
+from megatron_dapo.plan.step import plan_step
+from megatron_dapo.plan.training import LOG_PROBS, Batch, Model, pass_seconds
+from tests.unit.config.architectures import GEMMA3_1B
 from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B, run_of
 
 DEEPSEEK, QWEN3_NEXT = parse_architecture(DEEPSEEK_V3), parse_architecture(QWEN3_NEXT_80B)
@@ -84,3 +101,111 @@ def test_the_fullest_stage_may_be_between_the_ends() -> None:
     facts = parse_architecture(document)
     stages = [stage_memory(config, facts, 8, stage).training for stage in range(4)]
     assert model_memory(config, facts, 8).training == max(stages)
+
+
+# ---- servers
+
+
+def server(facts: ModelArchitecture, **fields: Any) -> EngineMemory:
+    config = run_of(rollout={"engine": "sglang"}, sglang={"placement": "disaggregated", "mem_fraction_static": 0.85, **fields})
+    return engine_memory(config, facts, Cluster())
+
+
+def test_states_of_gated_delta_nets_limit_the_responses_at_a_time() -> None:
+    """36 layers of 32 heads of [128, 128] in fp32, and three rows of the convolution's 8,192 channels in bf16, over four ranks."""
+    found = server(QWEN3_NEXT, tp_size=4)
+    assert found.bytes_per_state == 36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) // 4
+    assert found.bytes_per_token == 12 * 2 * 256 * 2, "twelve layers attend; two ranks hold one key-value head"
+    assert found.static <= found.budget < found.static + found.bytes_per_token + found.bytes_per_state
+    assert found.states == pytest.approx(0.9 / 1.9 * (found.budget - found.weights), rel=0.01)
+    assert found.held_by_states is not None and found.holds(100) == found.held_by_states < found.kv_tokens // 100
+    assert found.holds(100_000) == found.kv_tokens // 100_000
+    # Without overlapped scheduling a response needs three states in place of five.
+    assert server(QWEN3_NEXT, tp_size=4, update_pause="in_place").held_by_states == found.num_states // 3
+    assert server(DEEPSEEK, tp_size=8).held_by_states is None
+
+
+def test_an_embedded_engine_has_a_state_in_each_slot() -> None:
+    config = run_of(rollout={"slots_per_rank": 6})
+    found = engine_memory(config, QWEN3_NEXT, Cluster())
+    assert found.held_by_states == 6 and found.states == 6 * found.bytes_per_state
+
+
+def test_decoding_reads_states_and_multiplies_latent_vectors() -> None:
+    memory, gpu = server(QWEN3_NEXT, tp_size=4), GPUS["H100"]
+    config = run_of(rollout={"engine": "sglang"}, sglang={"tp_size": 4})
+    rates = engine_rates(config, QWEN3_NEXT, memory, gpu)
+    short, long = (rates.tick(16, 16 * tokens)[0] for tokens in (1000, 2000))
+    per_token = memory.bytes_per_token / SHARES.decode_memory / gpu.memory_bytes_s
+    assert long - short == pytest.approx(16 * 1000 * per_token)
+    states = 16 * 2 * memory.bytes_per_state / SHARES.decode_memory / gpu.memory_bytes_s
+    assert short == pytest.approx(replace(rates, bytes_per_state=0).tick(16, 16 * 1000)[0] + states)
+    # 128 heads multiply 576 elements for a score and 512 for an output, in 61 layers.
+    latent = engine_rates(run_of(rollout={"engine": "sglang"}, sglang={"tp_size": 8}), DEEPSEEK, server(DEEPSEEK, tp_size=8), gpu)
+    less, more = (latent.tick(1, context)[1] for context in (0, 1000))
+    flops = 2 * 1000 * 61 * 128 * (576 + 512)
+    assert more - less == pytest.approx(flops / (8 * gpu.flops * SHARES.decode_flops))
+    # DeepSeek's report: 671 billion parameters, 37 of them for a token (arXiv:2412.19437).
+    assert active_parameters(DEEPSEEK) / 1e9 == pytest.approx(37, rel=0.02)
+
+
+def test_local_layers_are_read_as_far_as_their_window() -> None:
+    facts = parse_architecture(GEMMA3_1B)
+    memory = server(facts)
+    rates = engine_rates(run_of(rollout={"engine": "sglang"}), facts, memory, GPUS["H100"])
+    below, within, beyond = (rates.tick(4, 4 * tokens)[0] for tokens in (256, 512, 1024))
+    # Four of 26 layers see more than 512 tokens.
+    assert beyond - within == pytest.approx(2 * (within - below) * 4 / 26)
+
+
+@pytest.mark.parametrize("facts", [QWEN3_NEXT, DEEPSEEK, parse_architecture(GEMMA3_1B)], ids=["delta", "latent", "local"])
+def test_only_layers_that_see_all_tokens_take_quadratic_time(facts: ModelArchitecture) -> None:
+    config = run_of(training={"micro_batch_tokens": 1 << 20})
+    model = Model(config, facts, 1, GPUS["H100"], 8)
+
+    def seconds(length: int) -> float:
+        """Seconds a token of sequences of this length."""
+        batch = Batch(64, 64.0 * length, 64.0 * length**2, length)
+        return pass_seconds(model, batch, LOG_PROBS)["products"] / (64 * length)
+
+    quadratic = sum(  # elements of queries in layers that see all
+        facts.parts(layer)[0].attention_width
+        for layer in range(facts.num_layers)
+        if facts.local is None or layer not in facts.local.layers
+    )
+    flops = 2.0 * (1 << 14) * quadratic  # twice the tokens: half of them more to see, two products
+    # Windows of 512 tokens are full at both lengths.
+    added = seconds(1 << 15) - seconds(1 << 14)
+    assert added == pytest.approx(flops / (GPUS["H100"].flops * SHARES.training * SHARES.packing), rel=1e-6)
+
+
+def test_a_plan_of_a_model_with_shared_experts_and_delta_nets() -> None:
+    config = run_of(
+        rollout={"engine": "sglang", "max_response_tokens": 8192},
+        sglang={"tp_size": 4, "servers_per_node": 2, "placement": "disaggregated"},
+        parallel={"tp_size": 8, "sequence_parallel": True, "ep_size": 8, "etp_size": 1},
+    )
+    found = plan_step(config, QWEN3_NEXT, 16, Cluster(4), GPUS["H100"])
+    phases = {phase.phase: phase for phase in found.memory.phases}
+    assert found.memory.engine_memory is not None
+    assert phases["generate"].parts["states"] == found.memory.engine_memory.states > 0
+    assert found.queue is not None and found.queue.running <= (found.memory.engine_memory.held_by_states or 0)
+
+
+# ---- teachers
+
+
+def test_a_teacher_that_reads_more_takes_longer_and_its_prompts_are_kept() -> None:
+    def planned(prompt: str) -> tuple[float, int]:
+        config = run_of(
+            data={"max_prompt_tokens": 8192},
+            rollout={"max_response_tokens": 1024, "prompts_per_step": 8, "group_size": 4},
+            distillation={"teachers": [{"prompt": prompt}]},
+        )
+        seconds = plan_step(config, parse_architecture(QWEN3_NEXT_80B), 8, Cluster(), GPUS["H100"]).seconds
+        return sum(seconds["log_probs"].values()), run_memory(config, QWEN3_NEXT, 8, Cluster()).host
+
+    (plain, host), (more, host_of_more) = planned(""), planned("{prompt} {solution}")
+    # 1,024 tokens of prompts and 256 of responses against 4,096 and 256.
+    assert 2 < more / plain < 4
+    assert host_of_more - host == 4 * 8192 * (32 + 8 * 4), "all on rank 0, and a replica's four on each of eight ranks"
