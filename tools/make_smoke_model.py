@@ -55,7 +55,11 @@ def write(target: Path, size: str) -> None:
         **SIZES[size],
     )
     torch.manual_seed(SEED)
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model = Qwen2ForCausalLM(config)
+    # transformers gives the padding token zeros. Random weights sample it, and each norm of zeros multiplies gradients by
+    # 1 / sqrt(rms_norm_eps), 1000 here.
+    torch.nn.init.normal_(model.model.embed_tokens.weight.data[config.pad_token_id], std=config.initializer_range)
+    model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.models.config_json import read_architecture
@@ -26,6 +27,12 @@ def test_the_recipe_is_valid_for_the_model_on_one_gpu(repository, model) -> None
     assert config.precision.recipe == "fp8_blockwise" and config.model.dtype == "bfloat16"
     assert (config.rollout.engine, config.sglang.placement) == ("sglang", "colocated")
     assert config.checkpoint.interval == 1 and config.evaluation.at_end and config.run.total_steps == 3
+
+
+def test_no_token_has_an_embedding_of_zeros(model) -> None:
+    """Norms would multiply its gradient by 1000 each, and random weights sample it."""
+    rows = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    assert rows.float().norm(dim=1).min() > 0
 
 
 @pytest.fixture
