@@ -139,10 +139,9 @@ class LayerPart(ABC):
         """Elements of the matrices that a token is multiplied by."""
         return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) == 2)
 
+    @abstractmethod
     def kept(self, cut: TrainerCut) -> Kept:
-        """Return the bytes per token that a trainer's rank keeps for the backward pass. Raises NotImplementedError for a part
-        that does not state them: its models train, but cannot be planned."""
-        raise NotImplementedError(f"{type(self).__name__} does not state what it keeps for its backward pass: give it `kept`")
+        """Return the bytes per token that a trainer's rank keeps for the backward pass."""
 
     @property
     def float32(self) -> frozenset[str]:

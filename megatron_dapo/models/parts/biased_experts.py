@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_dapo.models.activations import FP32, INDEX, Kept, TrainerCut
 from megatron_dapo.models.parts.mlp import engine_inner
 from megatron_dapo.models.placement import (
     CutColumns,
@@ -92,6 +93,19 @@ class BiasedExperts(LayerPart):
         yield Whole(_ROUTER + "weight", _ROUTER + "weight")
         yield Whole(_ROUTER + "bias", _ROUTER + "bias")
         yield Whole(_NORM, _NORM)
+
+    def kept(self, cut: TrainerCut) -> Kept:
+        copies = cut.local * self.num_per_token * cut.expert_tensor
+        inner = self.inner // cut.expert_tensor
+        working = copies * cut.item * (2 * self.hidden + 3 * inner)
+        if cut.is_torch:
+            # Scores and choices; per copy the expert's input, [gate; up], the clamped gate, its activation, up + 1, their product,
+            # and the product times its probability.
+            router = cut.local * (2 * FP32 * self.num_experts + self.num_experts + self.num_per_token * (FP32 + 2 * INDEX))
+            experts = router + copies * (cut.item * (self.hidden + 7 * inner) + FP32)
+        else:
+            experts = working + copies * FP32
+        return Kept(cut.normed(self.hidden) + experts, working=working)
 
     @property
     def weights_per_token(self) -> int:
