@@ -38,9 +38,9 @@ def _shared_problems(configs: Sequence[Config]) -> Iterator[str]:
     for other in others:
         values = _common(first), _common(other)
         for key in dict.fromkeys((*values[0], *values[1])):
-            one, two = (each.get(key, "its default") for each in values)
+            one, two = (repr(each[key]) if key in each else "its default" for each in values)
             if one != two:
-                yield f"{other.run.name}: {key} = {two!r}, and {first.run.name} has {one!r}; adapters of one base have the same"
+                yield f"{other.run.name}: {key} = {two}, and {first.run.name} has {one}; adapters of one base have the same"
     for a, b in combinations(configs, 2):
         if a.run.name == b.run.name:
             yield f'run.name = "{a.run.name}" is the name of two runs; give each another'
