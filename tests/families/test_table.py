@@ -15,6 +15,7 @@ from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout, sglang_layout
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.engines.embedded_model import empty_model, weights_by_name
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -174,6 +175,17 @@ def test_a_weight_sync_in_bf16_brings_every_bit(family: str, architecture_of: An
         assert outcome.is_complete, outcome
     assert world.holds(engine, 0, world.expected(weights))
     assert all(world.source.tensors[name] == spec for name, spec in world.layout.tensors.items())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", "qwen3_moe"])
+def test_tensors_of_the_embedded_engine_have_the_trainers_types(family: str, architecture_of: Any) -> None:
+    from actor_checks import reference_model
+
+    engine = empty_model(reference_model(FAMILIES[family].model).config, torch.bfloat16, "cpu")
+    types = {name: tensor.dtype for name, tensor in weights_by_name(engine).items()}
+    trainer = megatron_layout(architecture_of(family), ParallelLayout(1), torch.bfloat16)
+    assert types == {name: spec.dtype for name, spec in trainer.tensors.items()}
+    assert (torch.float32 in types.values()) == (family != "qwen3_moe")
 
 
 @pytest.mark.long
