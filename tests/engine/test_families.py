@@ -32,6 +32,7 @@ def save_model(directory: Path, family: str) -> Path:
     sizes = {**SIZES, **fields, "vocab_size": 300, "hidden_size": 64, "max_position_embeddings": 1024}
     if fields.get("head_dim"):
         sizes["head_dim"] = 16
+    sizes.pop("model_type", None)  # transformers, which computes the references, has no class of that type
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**sizes, dtype="float32", architectures=[model_class.__name__]))
     with torch.no_grad():
