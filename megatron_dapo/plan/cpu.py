@@ -41,7 +41,7 @@ class CpuEstimate:
     """Estimated seconds of a run on CPUs."""
 
     phases: Mapping[str, float]  # seconds in a train step; rewards and the driver's own work are not counted
-    run: float  # with its evaluations
+    run: float  # seconds, evaluations included
 
     @property
     def step(self) -> float:

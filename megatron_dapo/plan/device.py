@@ -20,7 +20,7 @@ class Gpu:
     memory_gib: float  # CUDA reports it
     flops: float  # bf16, dense
     memory_bytes_s: float
-    nvlink_bytes_s: float  # to GPUs of its node
+    nvlink_bytes_s: float  # other GPUs of its node
     network_bytes_s: float  # its share of the node's network
     host_bytes_s: float = 50e9  # PCIe 5, device to host
 
@@ -67,7 +67,7 @@ SLOWEST = min(GPUS.values(), key=lambda gpu: gpu.memory_bytes_s)  # conservative
 TICK_SECONDS = 2.5e-3
 # Measured: 256 requests of 512 tokens on a 1.5 B model at 33,526 tokens/s, with Triton's attention and torch's
 # sampling.
-REQUEST_SECONDS = 1.2e-5  # per request in a decoding step: sampling and log-probs
+REQUEST_SECONDS = 1.2e-5  # a request's in a decoding step: sampling and log-probs
 SYNC_BYTES_S = 26e9  # measured: weights into a server on the same GPU through slots in host memory
 DEVICE_SYNC_BYTES_S = 59e9  # measured: through slots in GPU memory
 CHECKSUM_BYTES_S = 6.3e9  # measured tensor by tensor, at both ends together, 3.09 GB in 0.49 s; one pass is not measured yet

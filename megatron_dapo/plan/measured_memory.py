@@ -22,7 +22,7 @@ class RankMemory:
     host: int  # resident memory of the process
     total: int | None = None  # memory of its GPU
     free: int | None = None
-    reserved: int | None = None  # by torch's allocator, now
+    reserved: int | None = None  # torch's allocator, now
     peak_reserved: int | None = None
     process: int | None = None  # taken by this process on its GPU, as the driver reports it
     servers: int | None = None  # taken by the other processes on its GPU

@@ -27,7 +27,7 @@ MOST_STATIC = 0.85  # largest sglang.mem_fraction_static
 MARGIN = 5 * GIB  # left free on each GPU: published measurements of NCCL's memory differ by gigabytes
 MOST_LISTED = 10
 TRAINER_MEMORY, SERVER_MEMORY = "trainer memory", "KV cache"  # reasons for not fitting
-NODES = (2, 4, 8)  # over which a server may be spread
+NODES = (2, 4, 8)  # nodes of one server
 _DISAGGREGATED = {"sglang.placement": "disaggregated", "sglang.weight_sync_transport": "p2p"}
 FEWEST_RUNNING = 2  # responses that a server must be able to decode at once
 

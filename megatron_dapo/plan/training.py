@@ -49,10 +49,10 @@ class Pass:
     """A kind of pass over a model."""
 
     layers: float = TRAINING  # forward passes that layers cost
-    mlp_again: float = 0.0  # and their MLPs on top
+    mlp_again: float = 0.0  # additional forward passes of their MLPs
     attention_again: float = 0.0
     head: float = HEAD_TRAINING
-    collectives: int = 10  # per layer, over tensor ranks; the backward pass gathers its inputs again
+    collectives: int = 10  # a layer's, over tensor ranks; the backward pass gathers its inputs again
     sends_back: bool = True
 
     @classmethod

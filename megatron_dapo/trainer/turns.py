@@ -37,7 +37,7 @@ class SharedBase:
 
     actor: MegatronActor | None = None
     engine: EmbeddedEngine | None = None
-    holder: DuePublisher | None = None  # of the weights in the engine's memory
+    holder: DuePublisher | None = None  # Its weights are in the engine's memory.
 
 
 class DuePublisher:

@@ -9,9 +9,9 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.plan.memory.parameters import FP32
 
-TOKEN_BYTES = 72  # per packed token (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
-NUM_TERMS = 3  # per trained token until its optimizer step: old and reference log-probs, importance weight
-ID_BYTES = 4  # per id in a token's support
+TOKEN_BYTES = 72  # a packed token's (types.MicroBatch): five indices of 8 bytes and eight numbers of 4
+NUM_TERMS = 3  # a trained token's until its optimizer step: old and reference log-probs, importance weight
+ID_BYTES = 4  # an id of a token's support
 SERVED_CHOICE = 4  # bytes per chosen expert in a server
 
 

@@ -61,10 +61,10 @@ class PhaseMemory:
 class RunMemory:
     """Peaks of a run, in bytes; 0 for components that it does not have."""
 
-    trainer: int  # per GPU, while a model is trained
-    engine: int  # per GPU, while it generates or receives weights, with the trainer's part if they share it
-    host: int  # per node
-    num_engines: int  # in the whole run
+    trainer: int  # a GPU's, while a model is trained
+    engine: int  # a GPU's, while it generates or receives weights, with the trainer's part if they share it
+    host: int  # a node's
+    num_engines: int  # the whole run's
     engine_memory: EngineMemory | None  # None: servers are not started by this run
     policy: ModelMemory
     critic: ModelMemory | None = None
@@ -228,7 +228,7 @@ def _phases(roles: _Roles) -> Iterator[PhaseMemory]:
     away = [teacher for teacher in roles.teachers if roles.config.distillation.offload == "all"]
     turn = max((teacher.weights for teacher in away), default=0)
     forward = max(policy.forward, *(teacher.forward for teacher in roles.teachers), 0)
-    with_teachers = policy.state_parts if roles.teachers else held  # between the policy's steps, which hold all of it
+    with_teachers = policy.state_parts if roles.teachers else held  # The policy's steps themselves hold all of it.
     scored = {**with_teachers, "forward": forward, **batch}
     yield PhaseMemory("log_probs", device, _trainer_parts(roles, scored, others + turn))
     # The policy learns from their output weights, which stay for the steps of a batch.
@@ -311,6 +311,6 @@ def _host_bytes(
             num_bytes += ranks * 2 * sglang.draft_corpus_tokens * DRAFT_TOKEN
         if sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "host":
             num_bytes += ranks * NUM_SLOTS * min(sglang.weight_sync_bucket_mb << 20, engine.weights)
-    if sglang.weight_sync_full_interval > 1:  # what was sent last
+    if sglang.weight_sync_full_interval > 1:  # a copy of the weights sent last
         num_bytes += processes * models[0][0].weights
     return num_bytes
