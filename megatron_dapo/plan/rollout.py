@@ -19,7 +19,7 @@ NUM_QUANTILES = 256
 SIGMA = 1.0  # standard deviation of log length: most responses are short and a few reach the limit
 MEAN_SHARE = 0.25  # default mean of reasoning rollouts, as a share of the longest response
 MEAN_PROMPT_SHARE = 0.125  # mean prompt, as a share of the longest prompt
-READ_PROMPT_SHARE = 0.5  # of a teacher's prompt, which only it reads: the longest of them sets data.max_prompt_tokens
+READ_PROMPT_SHARE = 0.5  # mean prompt that only a teacher reads, as a share of the longest prompt, which it sets
 KEPT_SHARE = 0.6  # share of groups that remain after all-right and all-wrong ones are dropped
 REDUCTION_SECONDS = 30e-6  # small all-reduce between nodes by RDMA; an order of magnitude, not measured
 MOST_SIMULATED = 4096  # most responses of an engine that are simulated one by one
@@ -93,8 +93,8 @@ class EngineRates:
     fp8: bool = False
     reductions: int = 0  # all-reduces of a step between nodes
     absorbed_width: int = 0  # elements of a cached token that latent attention multiplies, in all layers
-    bytes_per_state: int = 0  # of a response in gated delta nets, on a rank
-    local_bytes: float = 0.0  # of `bytes_per_token`, in layers that see only a window
+    bytes_per_state: int = 0  # a response's in gated delta nets, on a rank
+    local_bytes: float = 0.0  # part of `bytes_per_token` in layers that see only a window
     window: int = 0  # tokens
 
     def tick(self, running: float, context: float) -> tuple[float, float, float]:

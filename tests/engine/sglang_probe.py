@@ -91,7 +91,7 @@ def sized(case: dict) -> list[int]:
         **{name: (lambda: False) for name in ("is_eagle", "is_standalone", "is_dflash_family")}, is_none=lambda: True
     )
     recurrent, is_latent = mambaish_config(config), config.attention_arch == AttentionArch.MLA
-    ServerArgs._validate_mamba_extra_buffer = lambda *unused: None  # that there is a GPU
+    ServerArgs._validate_mamba_extra_buffer = lambda *unused: None  # it asks for a GPU
     arguments = ServerArgs(
         model_path=case["directory"], device="cpu", attention_backend="torch_native", skip_tokenizer_init=True,
         mem_fraction_static=case["fraction"],

@@ -88,7 +88,7 @@ class GatedDeltaMixer(LayerPart):
     @property
     def fp32_products(self) -> int:
         size, of_value = self.key_dim, self.value_dim
-        # Of a chunk: products of keys and of queries and keys, the triangular solution, and outputs; and three with the state.
+        # Products of keys, and of queries and keys, the triangular solution and outputs in a chunk; and three with the state.
         of_head = CHUNK * (2 * size + (size + of_value) // 2 + of_value) + 3 * size * of_value
         return self.value_heads * of_head
 
@@ -129,7 +129,7 @@ class GatedDeltaMixer(LayerPart):
         convolution = cut.item * mixed * rows + 2 * FP32 * mixed + INDEX
         # Softplus and its input, decay, beta; norms of queries and keys, and these divided by them.
         gates = FP32 * (4 * heads + 2 * groups + 2 * keys)
-        # In a chunk a token has a row of: decays, products of keys, these times beta and times the decays, products of queries
+        # Each token has in its chunk a row of decays, products of keys, these times beta and times the decays, products of queries
         # and keys, and these times the decays.
         slots = cut.chunk_padding(CHUNK)
         size, of_value = self.key_dim, self.value_dim

@@ -42,10 +42,10 @@ class EngineMemory:
     bytes_per_token: int  # KV cache
     kv_tokens: int
     budget: int  # bytes for weights, KV cache and states together
-    bytes_per_state: int = 0  # of a sequence in gated delta nets; 0: the model has none
+    bytes_per_state: int = 0  # a sequence's state in all gated delta nets; 0: the model has none
     states: int = 0  # bytes of all of them
-    num_states: int = 0  # that responses may have
-    states_per_response: int = 1  # that SGLang keeps for a running response
+    num_states: int = 0  # states for responses
+    states_per_response: int = 1  # states that SGLang keeps for a running response
 
     @property
     def static(self) -> int:
