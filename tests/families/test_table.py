@@ -205,6 +205,17 @@ def test_bf16_logprobs_are_as_close_to_fp64_as_those_of_transformers(family: str
         assert found["logprob_median"] < 1.5 * theirs and not found["not_applied"], (case, found, theirs)
 
 
+@every_family
+def test_what_a_step_keeps_is_planned(family: str, architecture_of: Any) -> None:
+    """`benchmarks/plan_memory.py` compares the bytes with real steps."""
+    config = config_from_dict({"model": {"path": "/m"}, "data": {"train_paths": ["/t"]}})
+    torchs, fused = (
+        stage_memory(config, architecture_of(family), 1, 0, kernels=kernels).activations
+        for kernels in ("torch", "transformer_engine")
+    )
+    assert torchs > fused > 0
+
+
 @pytest.mark.long
 @every_family
 def test_logprobs_and_gradients_are_those_of_transformers(family: str, references_of: Any) -> None:

@@ -104,7 +104,8 @@ class BiasedExperts(LayerPart):
             router = cut.local * (2 * FP32 * self.num_experts + self.num_experts + self.num_per_token * (FP32 + 2 * INDEX))
             experts = router + copies * (cut.item * (self.hidden + 7 * inner) + FP32)
         else:
-            experts = working + copies * FP32
+            # Per copy: the expert's input and output, and the same products, which no kernel of megatron-core's fuses here.
+            experts = copies * (cut.item * (2 * self.hidden + 7 * inner) + FP32)
         return Kept(cut.normed(self.hidden) + experts, working=working)
 
     @property
