@@ -85,10 +85,10 @@ def write_critic(directory: str | Path, name: str) -> None:
     """Write the directory `directory`/`name` of a critic, and its fp64 reference next to it."""
     path, family = Path(directory) / name, name.removesuffix(FROZEN)
     model_of(family, VALUE_HEAD, num_labels=1).save_pretrained(path)
+    model = in_fp64(class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER)).eval()
     if (model_type := MODELS[family][1].get("model_type")) is not None:  # of a family without a class in transformers
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
-    model = in_fp64(class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER)).eval()
     if family != name:
         _freeze_attention(model, MODELS[family][0])
     loss, values = _loss_and_values(model, seed=3)
