@@ -83,7 +83,7 @@ def _quantiles(longest: int, mean: float) -> tuple[int, ...]:
 class EngineRates:
     """Bytes that an engine reads and operations that it does in a decoding step."""
 
-    weight_bytes: float  # per rank
+    weight_bytes: float  # a rank's
     bytes_per_token: float  # bytes in a rank's cache
     active_parameters: float  # the whole model's, per token
     ranks: int
@@ -163,10 +163,10 @@ class Queue:
 
     responses: int
     running: int  # most at once
-    waiting: int  # at the beginning
+    waiting: int  # initial number
     last_start: float  # seconds until the last response begins
     longest_seconds: float  # time of the longest response, at the engine's load during it
-    seconds: float  # until all are finished
+    seconds: float  # end of the last response
     idle_share: float  # share of the `running` slots that are idle, over the time
     read: float  # share of the seconds; so are the two below
     products: float

@@ -58,7 +58,7 @@ def start(directory: str, store: Path) -> None:
 def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     size, experts = case["tensor_parallel"], case["expert_parallel"]
     config = ModelConfig(case["directory"], dtype="float32")
-    if case["device"] == "cpu":  # as the model runner does on CPU only
+    if case["device"] == "cpu":  # The model runner does this on a CPU only.
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), size)
     for heads in ("linear_num_key_heads", "linear_num_value_heads"):
         if hasattr(config.hf_config, heads) and not hasattr(config.hf_config, f"{heads}_cpu"):
@@ -70,7 +70,7 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     ranks = {"tp": (rank, size), "attn_tp": (rank, size), "moe_tp": (rank % cut, cut), "moe_ep": (rank // cut, experts)}
     values = {"pp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}
     for name, (own, count) in ranks.items():
-        group = copy.copy(getattr(get_parallel(), f"{name}_group"))  # from which 0.5.23 reads both
+        group = copy.copy(getattr(get_parallel(), f"{name}_group"))  # 0.5.23 reads both from it.
         group.rank_in_group, group.world_size = own, count
         values |= {f"{name}_rank": own, f"{name}_size": count, f"{name}_group": group}
     with get_parallel().override(**values):

@@ -39,7 +39,7 @@ _EXPERT = re.compile(rf"(.*\.mlp\.experts\.)(\d+)\.((?:{_GATE_UP}|{_DOWN})(?:{_B
 class StoredExpert(NamedTuple):
     """Where a checkpoint has an expert's tensor."""
 
-    tensor: str  # of all experts of the layer
+    tensor: str  # all experts of the layer
     expert: int
     is_matrix: bool  # transposed there
 

@@ -75,10 +75,10 @@ class EngineWeights:
     """Bytes of a server rank's parameters by kind."""
 
     kinds: tuple[tuple[frozenset[int], LayerWeights], ...]  # layers and what each of them has
-    row: int  # per row of the embedding or the output matrix
+    row: int  # bytes of a row of the embedding or the output matrix
     rows: int  # rows of either on this rank, padding included
     matrices: int  # 1: the output matrix is the embedding
-    norm: int  # after the last layer
+    norm: int  # norm after the last layer
 
     @property
     def total(self) -> int:
