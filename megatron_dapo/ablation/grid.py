@@ -56,7 +56,7 @@ class VariantTable(Section):
 
     pretrain_value: bool = False
     """Pretrain the critic first (`megatron-dapo pretrain-value`) and train from it. Variants whose pretraining has the same
-    settings share one critic per seed."""
+    settings share one critic per seed. Not inherited by `after`."""
 
     program: str = ""
     """Python program, relative to the grid's directory, that trains instead of `megatron-dapo train`: another library's

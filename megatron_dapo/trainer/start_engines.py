@@ -301,7 +301,7 @@ def served_architecture(path: Path, device: str) -> ModelArchitecture:
     architecture = read_architecture(path)
     if device == "cpu" and not architecture.serving.on_cpu:
         raise ValueError(
-            f"rollout.engine: SGLang cannot serve a {architecture.model_type} on a CPU, where its attention has no sinks; run "
+            f"rollout.engine: SGLang cannot serve a {architecture.model_type} on a CPU: its attention there has no sinks; run "
             'servers on GPUs, or set rollout.engine = "embedded"'
         )
     return architecture

@@ -86,7 +86,7 @@ def write_critic(directory: str | Path, name: str) -> None:
     path, family = Path(directory) / name, name.removesuffix(FROZEN)
     model_of(family, VALUE_HEAD, num_labels=1).save_pretrained(path)
     model = in_fp64(class_of(family, VALUE_HEAD).from_pretrained(path, **EAGER)).eval()
-    if (model_type := MODELS[family][1].get("model_type")) is not None:  # of a family without a class in transformers
+    if (model_type := MODELS[family][1].get("model_type")) is not None:  # transformers has no class for the family.
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     if family != name:

@@ -88,7 +88,7 @@ def recompute_of(config: Config) -> Recompute:
 
 def kept_bytes(layers: Sequence[LayerBytes], recompute: Recompute) -> tuple[float, float]:
     """Return the bytes per token that a chunk of layers keeps, and the most that its backward pass holds beyond them while it
-    recomputes; layers behind are freed by then."""
+    recomputes; later layers are freed by then."""
     pieces = list(_pieces(layers, recompute))
     total = held = sum(kept for kept, _ in pieces)
     most = 0.0
