@@ -102,11 +102,13 @@ def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Refer
     metrics = actor.accumulate_gradients([micro for _, micro in mine], loss_fn, TEMPERATURE)
     errors = {}
     if want is not None:
-        pairs = [(index, micro, out) for (index, micro), out in zip(mine, outputs, strict=True) if out is not None]
+        differences = [
+            logprob_differences(actor, out, micro, want.logprobs[index])
+            for (index, micro), out in zip(mine, outputs, strict=True)
+            if out is not None
+        ]
         errors = {
-            "logprob": max(
-                (float(logprob_differences(actor, out, micro, want.logprobs[i]).max()) for i, micro, out in pairs), default=0.0
-            ),
+            "logprob": float(torch.cat([torch.zeros(1), *differences]).max()),
             "gradient": gradient_error(actor, want.gradients),
             "loss": abs(metrics["loss"] - want.loss) / abs(want.loss),
         }

@@ -18,7 +18,7 @@ GRIDS = sorted(path for path in DIRECTORY.glob("*.toml") if "[[variants]]" in pa
 def test_every_variant_may_run_and_is_compared_by_one_protocol(path: Path) -> None:
     # The pretrained model is downloaded, and servers have an environment of their own: others stand in their place here.
     model = DIRECTORY.parent / "quickstart" / "base_model"
-    elsewhere = [f"model.path={model}", f"sglang.python={sys.executable}"] if path.stem.startswith("smollm2") else []
+    elsewhere = [f"model.path={model}", f"sglang.python={sys.executable}"] if path.stem.startswith(("smollm2", "lora")) else []
     grid = read_grid(path, elsewhere)
     assert grid.output_dir == Path("runs/ablations") / path.stem and len(grid.seeds) >= 3 and grid.question
     runs = plan_runs(grid, ONE_NODE_OF_CPUS, "abc")
@@ -28,11 +28,13 @@ def test_every_variant_may_run_and_is_compared_by_one_protocol(path: Path) -> No
         for c in configs
     }
     assert len(protocols) == 1
-    # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing.
-    responses = {"smollm2": 64, "smollm2_gpu": 512}.get(path.stem, 128)
+    # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing. That
+    # of LoRA compares no losses, but the two quickstarts of SmolLM2.
+    responses = {"lora": 64, "smollm2": 64, "smollm2_gpu": 512}.get(path.stem, 128)
     assert {c.rollout.prompts_per_step * c.rollout.group_size for c in configs} == {responses}
     steps = {c.rollout.prompts_per_step // c.training.mini_batch_prompts for c in configs}
-    assert steps == ({2, 4} if path.stem.startswith("sao") else {4}), "SAO's responses have no group: it needs larger mini-batches"
+    # SAO's responses have no group: it needs larger mini-batches.
+    assert steps == {"lora": {1}, "sao": {2, 4}, "sao_staleness": {2, 4}}.get(path.stem, {4})
     assert {c.run.max_train_seconds for c in configs} == {{"smollm2": 300.0, "smollm2_gpu": 600.0}.get(path.stem, 0.0)}
 
 
