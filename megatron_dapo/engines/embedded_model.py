@@ -105,7 +105,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torc
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
     _normalize_alike(model)
-    # What the trainer has in fp32 in a model of any type (`LayerPart.float32`).
+    # The trainer keeps routers' biases in fp32, whatever the model's type (`LayerPart.float32`).
     bias = EXPERT_BIAS.rpartition(".")[2]
     for module in model.modules():
         if bias in module._buffers:

@@ -289,7 +289,7 @@ def decision(
     has_cause = any(not failure.is_consequence for failure in failures)
     patience_s = limits.settle_s if has_cause else limits.cause_s
     if not has_cause and not all(node.is_in_contact for node in nodes):
-        patience_s = limits.node_s + limits.settle_s  # That node may turn out to be the cause.
+        patience_s = limits.node_s + limits.settle_s  # A node out of contact may be the cause.
     if has_cause and len({failure.rank for failure in failures}) == world_size:
         patience_s = 0.0  # every rank has reported
     elif any(failure.cause == "node lost" for failure in failures):

@@ -338,9 +338,9 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
     def actor_step(actor: MegatronActor, seed: int) -> None:
         assert actor.train_step(of_rank(actor.layout, seed), policy_loss, TEMPERATURE, LEARNING_RATE).applied
 
-    alone = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
+    apart = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
     for seed in STEPS[:2]:
-        actor_step(alone, seed)
+        actor_step(apart, seed)
     lonely = MegatronCritic.build(want.directory, layouts[1], settings[1])
     train(lonely, STEPS[:2])
     actor = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
@@ -352,7 +352,7 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
         sharing.forward_logprobs(of_rank(layouts[0], seed), TEMPERATURE)
         train(critic, [seed])
     counts = {
-        "actor": len(differing(snapshot(alone), snapshot(actor))),
+        "actor": len(differing(snapshot(apart), snapshot(actor))),
         "critic": len(differing(snapshot(lonely), snapshot(critic))),
     }
     MegatronCritic.build(want.directory, ParallelLayout(world_size=2), settings[1], running_models=[actor])

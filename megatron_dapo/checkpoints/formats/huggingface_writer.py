@@ -142,7 +142,7 @@ def hf_checkpoint_writer(
             yield writer
             writer.finish()
         finally:
-            writer.abandon()  # Nothing is open after finish.
+            writer.abandon()  # no-op if the writer has finished
         copy_side_files(source.path, directory)
         _update_config(directory / "config.json", config_fields or {}, dtype)
         _verify(directory, specs)

@@ -28,8 +28,8 @@ def test_every_variant_may_run_and_is_compared_by_one_protocol(path: Path) -> No
         for c in configs
     }
     assert len(protocols) == 1
-    # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing. That
-    # of LoRA compares no losses, but the two quickstarts of SmolLM2.
+    # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing. The
+    # LoRA grid compares the two quickstarts of SmolLM2 and no losses.
     responses = {"lora": 64, "smollm2": 64, "smollm2_gpu": 512}.get(path.stem, 128)
     assert {c.rollout.prompts_per_step * c.rollout.group_size for c in configs} == {responses}
     steps = {c.rollout.prompts_per_step // c.training.mini_batch_prompts for c in configs}

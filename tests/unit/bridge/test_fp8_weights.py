@@ -255,7 +255,7 @@ def test_only_blocks_that_ranks_share_are_exchanged():
 
 
 def test_a_cut_block_without_the_exchange_would_be_wrong():
-    """A check of the test itself: from only the magnitudes of its own shard a rank computes other scales."""
+    """Check the test: a rank that sees only its shard's magnitudes computes other scales."""
     model = architecture()
     trainer_layout = megatron_layout(model, ParallelLayout(4, 4), torch.float32)
     plain = sglang_layout(model, 1, torch.bfloat16)

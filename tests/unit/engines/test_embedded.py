@@ -271,10 +271,10 @@ def test_engines_that_share_weights_generate_by_what_was_loaded_last(name: str) 
     for version, (model, engine, num_slots) in enumerate([(models[1], second, 3), (models[0], first, 8), (models[1], second, 3)]):
         load(first, model)
         engine.set_policy_version(version)
-        alone = make_engine(model, max_slots=num_slots)
-        for each in (engine, alone):
+        separate = make_engine(model, max_slots=num_slots)
+        for each in (engine, separate):
             each.submit(make_requests(3, seed=version))
-        wanted = {key: replace(one, versions=(replace(one.versions[0], version=version),)) for key, one in drain(alone).items()}
+        wanted = {key: replace(one, versions=(replace(one.versions[0], version=version),)) for key, one in drain(separate).items()}
         assert drain(engine) == wanted
 
 

@@ -187,11 +187,11 @@ def test_adapters_that_share_a_base_train_as_each_does_alone(base: Path, tmp_pat
     actors[1].saved_state.load(tmp_path / "saved", "policy")
     losses = [step(actor, 10 * index + 2) for index, actor in enumerate(actors)]
     for index, actor in enumerate(actors):
-        alone = MegatronActor.build(base, LAYOUT, settings(index))
-        assert [step(alone, 10 * index + seed) for seed in (0, 1, 2)][2] == losses[index]
-        wanted = alone.saved_state.tensors()
+        apart = MegatronActor.build(base, LAYOUT, settings(index))
+        assert [step(apart, 10 * index + seed) for seed in (0, 1, 2)][2] == losses[index]
+        wanted = apart.saved_state.tensors()
         assert all(torch.equal(tensor, wanted[key]) for key, tensor in actor.saved_state.tensors().items())
-        assert alone.base == actor.base
+        assert apart.base == actor.base
 
 
 def save(actor: MegatronActor, directory: Path) -> None:

@@ -133,7 +133,7 @@ def test_tensors_are_those_of_transformers(config_class: Any, published: dict[st
         model = AutoModelForCausalLM.from_config(config_class(**config))
     want = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model.state_dict()).items()}
     assert parse_architecture(config).shapes() == want
-    # What transformers writes says the same.
+    # The config that transformers writes gives the same.
     assert parse_architecture(model.config.to_dict()) == parse_architecture(config)
 
 

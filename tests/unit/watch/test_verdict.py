@@ -58,7 +58,7 @@ def alone(view: RankView, **values) -> NodeView:
         ({"wait": "", "phase": "build"}, 0.0, ""),  # imports and weights come in bursts
         ({"wait": "", "phase": "build", "idle_s": 61.0}, 0.0, "hang"),
         ({"wait": COLLECTIVE, "idle_s": 900.0}, 0.0, ""),  # it waits for others
-        ({"wait": BOUNDED, "idle_s": 900.0}, 0.0, ""),  # That deadline decides.
+        ({"wait": BOUNDED, "idle_s": 900.0}, 0.0, ""),  # the deadline decides
         ({"wait": "", "is_sampled": False}, 0.0, ""),  # not one look at its main thread yet
         # Held in the kernel, or asleep in a file system in user space: slow unless a probe file is not written either.
         ({"wait": "", "held": ("thread 1: fsync",), "idle_s": 900.0}, 7.0, ""),
@@ -218,7 +218,7 @@ def test_who_broke_a_connection_may_be_a_node_without_contact() -> None:
         ([(10.0, RESET)], 20.0, None),  # whoever broke the connection may still be named
         ([(10.0, RESET), (19.0, KILLED)], 20.0, KILLED),
         ([(10.0, RESET)], 22.1, RESET),
-        ([(10.0, LOST)], 13.9, None),  # That node may say that its link is lost.
+        ([(10.0, LOST)], 13.9, None),  # The node may still report a lost link.
         ([(10.0, LOST)], 14.1, LOST),
         ([(10.0, replace(KILLED, rank=each)) for each in range(4)], 10.0, replace(KILLED, rank=0)),  # all have reported
     ],
