@@ -30,11 +30,11 @@ def test_every_variant_may_run_and_is_compared_by_one_protocol(path: Path) -> No
     assert len(protocols) == 1
     # All variants train on as many responses a step, in several optimizer steps: else clip ranges would mean nothing. The
     # LoRA grid compares the two quickstarts of SmolLM2 and no losses.
-    responses = {"lora": 64, "smollm2": 64, "smollm2_gpu": 512}.get(path.stem, 128)
+    responses = {"lora": 64, "smollm2": 64, "smollm2_sao": 64, "smollm2_gpu": 512}.get(path.stem, 128)
     assert {c.rollout.prompts_per_step * c.rollout.group_size for c in configs} == {responses}
     steps = {c.rollout.prompts_per_step // c.training.mini_batch_prompts for c in configs}
     # SAO's responses have no group: it needs larger mini-batches.
-    assert steps == {"lora": {1}, "sao": {2, 4}, "sao_staleness": {2, 4}}.get(path.stem, {4})
+    assert steps == {"lora": {1}, "sao": {2, 4}, "sao_staleness": {2, 4}, "smollm2_sao": {2, 4}}.get(path.stem, {4})
     assert {c.run.max_train_seconds for c in configs} == {{"smollm2": 300.0, "smollm2_gpu": 600.0}.get(path.stem, 0.0)}
 
 
