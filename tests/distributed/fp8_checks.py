@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -20,14 +21,17 @@ from actor_checks import (
     ragged_batch,
     resume_case,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron import layers
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.model import DeferredOutputLayer
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.config_json import parse_architecture
+from megatron_dapo.ops import fp8
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, quantized_along_tokens
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
@@ -142,42 +146,106 @@ def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
 
 def against_exact_sums(arguments: dict[str, Any]) -> list[dict[str, dict[str, float]]]:
     """Worker: errors of each layout against the replicated model whose products are summed in fp64; "fp64" with the
-    layout's own sums in fp64 as well, "fp32" as it is."""
+    layout's own sums in fp64 as well, "fp32" as it is, but each product quantizes what the one in fp64 quantized."""
     want = wide_model(**FAMILIES[arguments["family"]])
     results = []
     for case in arguments["layouts"]:
         layout = _layout(case)
         # Padded alike: torch's attention sums over keys in another order when there is more padding after them.
         alone = ParallelLayout(layout.world_size, token_multiple=layout.micro_batch_alignment)
+        operands = Operands()
         with sums_in_fp64():
             reference = _replicated(build_actor(want, alone, settings_of()))
+        with sums_in_fp64(operands):
             fp64 = measured(build_actor(want, layout, settings_of()), reference)[1]
-        fp32 = measured(build_actor(want, layout, settings_of()), reference)[1]
-        results.append({"fp64": fp64, "fp32": fp32})
+        with operands.given():
+            fp32 = measured(build_actor(want, layout, settings_of()), reference)[1]
+        results.append({"fp64": fp64, "fp32": {**fp32, **largest_over_ranks({"operand": operands.error})}})
     return results
+
+
+class Operands:
+    """What the products of FP8 layers quantize, in the order of the forward passes: inputs, and gradients of outputs.
+
+    A value in fp32 that is next to a tie of e4m3 may fall to the other side when sums are made in another order, and every
+    product after it then differs by as much as FP8 rounds. Given operands break the ties alike.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.error = 0.0  # of an operand that was replaced, over the largest magnitude of its row
+
+    def replace(self, own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `given`, and note how far the values in its place were from it."""
+        if given.numel():
+            largest = given.abs().amax(dim=1, keepdim=True)
+            self.error = max(self.error, float(((own - given).abs() / largest.clamp(min=1e-30)).max()))
+        return given.clone()
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let the products of FP8 layers quantize these operands in place of their own."""
+        place, multiply = count(), fp8.blockwise_linear
+
+        def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            index = next(place)
+            output = multiply(_Replace.apply(hidden, self, self.inputs[index], None), weight)
+            return _Replace.apply(output, self, None, self.gradients.get(index)) if output.requires_grad else output
+
+        with _products(blockwise_linear):
+            yield
+
+
+class _Replace(torch.autograd.Function):
+    """The identity with a given output or gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, operands: Operands, output: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.operands, ctx.gradient = operands, gradient
+        return own.view_as(own) if output is None else operands.replace(own, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradient if ctx.gradient is None else ctx.operands.replace(gradient, ctx.gradient), None, None, None
 
 
 class _Fp64Product(torch.autograd.Function):
     """The three products of `blockwise_linear`: the same operands, widened from e4m3, with sums and results in fp64."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
+        ctx.operands, ctx.index = operands, len(operands.inputs)
+        operands.inputs.append(hidden.detach().float())
         return quantize_hidden(hidden).widened().double() @ quantize_weight(weight).widened().double().t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden, weight = ctx.saved_tensors
+        ctx.operands.gradients[ctx.index] = gradient.float()
         to_hidden = quantize_hidden(gradient).widened().double() @ quantize_weight(weight).widened().double()
         to_weight = quantized_along_tokens(gradient).double().t() @ quantized_along_tokens(hidden).double()
-        return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype)
+        return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype), None
 
 
 @contextmanager
-def sums_in_fp64() -> Iterator[None]:
-    """Sum the products of FP8 layers and of the log-prob head in fp64, also over tensor ranks; all else stays in fp32."""
+def _products(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Replace the product of FP8 layers, those of experts included."""
+    with patch.object(layers, "blockwise_linear", multiply), patch.object(fp8, "blockwise_linear", multiply):
+        yield
+
+
+@contextmanager
+def sums_in_fp64(operands: Operands | None = None) -> Iterator[None]:
+    """Sum the products of FP8 layers, of layers with experts and of the log-prob head in fp64, also over tensor ranks; all else
+    stays in fp32. `operands` notes what is quantized."""
     column, row, head = layers.Fp8NormColumnParallelLinear, layers.Fp8RowParallelLinear, DeferredOutputLayer
     of_column, of_row, of_head = column._forward_impl, row.forward, head.forward
+    of_mixture, of_router = MoELayer.forward, SoftmaxFirstRouter.scores
+    noted = operands or Operands()
 
     def multiply(self: Any, input: torch.Tensor, **settings: Any) -> torch.Tensor:
         return of_column(self, input=input.double(), **settings).float()
@@ -189,11 +257,21 @@ def sums_in_fp64() -> Iterator[None]:
     def enter_head(self: Any, hidden: torch.Tensor, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, None]:
         return of_head(self, hidden.double(), *arguments, **settings)
 
+    def enter_mixture(self: Any, hidden: torch.Tensor, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        output, bias = of_mixture(self, hidden.double(), *arguments, **settings)
+        return output.float(), bias
+
+    def route(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        with patch.object(torch.nn.functional, "linear", lambda x, weight: x.double() @ weight.double().t()):
+            return of_router(self, hidden).double()  # The type in which tensor ranks' outputs are summed.
+
     with ExitStack() as replaced:
-        replaced.enter_context(patch.object(layers, "blockwise_linear", _Fp64Product.apply))
+        replaced.enter_context(_products(lambda hidden, weight: _Fp64Product.apply(hidden, weight, noted)))
         replaced.enter_context(patch.object(column, "_forward_impl", multiply))
         replaced.enter_context(patch.object(row, "forward", multiply_and_sum))
         replaced.enter_context(patch.object(head, "forward", enter_head))
+        replaced.enter_context(patch.object(MoELayer, "forward", enter_mixture))
+        replaced.enter_context(patch.object(SoftmaxFirstRouter, "scores", route))
         yield
 
 
