@@ -11,7 +11,7 @@ from megatron_dapo.config.rules import UnusableInput, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Rule
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.lora import adapter_shapes
+from megatron_dapo.models.lora import chosen_targets
 from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
 _OVERLAPS = 'megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False)'
@@ -293,17 +293,16 @@ def missing_targets(config: Config, architecture: ModelArchitecture) -> Iterator
     path, lora = "model.lora.targets", config.model.lora
     if not lora.rank:
         return
-    has_shared_expert = architecture.experts is not None and architecture.experts.shared_intermediate_size > 0
-    if architecture.latent is not None or has_shared_expert:
-        reason = f"{architecture.model_type}: latent attention and shared experts take no adapters"
-        yield UnusableInput("model.lora.rank", reason, "set model.lora.rank = 0")
-        return
     try:
-        adapter_shapes(architecture.shapes(), lora.rank, lora.targets)
+        targets = chosen_targets(architecture.shapes(), lora.targets)
     except ValueError as error:
         yield UnusableInput(path, str(error), "leave it out of model.lora.targets")
-    in_experts = {"gate_proj", "up_proj", "down_proj"}.intersection(lora.targets)
-    if lora.serves_adapters and architecture.num_experts and in_experts:
+        return
+    in_experts = {"gate_proj", "up_proj", "down_proj"}.intersection(targets)
+    if lora.serves_adapters and (architecture.latent is not None or architecture.gated_attention):
+        text = f"{architecture.model_type}: adapters next to latent or gated attention are only synced merged"
+        yield UnusableInput("model.lora.sync", text, 'set model.lora.sync = "merged"')
+    elif lora.serves_adapters and architecture.num_experts and in_experts:
         text = f"adapters of experts ({', '.join(sorted(in_experts))}) are only synced merged"
         yield UnusableInput("model.lora.sync", text, 'set model.lora.sync = "merged", or leave them out of model.lora.targets')
 

@@ -24,10 +24,27 @@ AttentionImplementation = Literal["auto", "flash"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "chunked_bf16", "triton", "triton_tuned", "te_fp8"]
 Recompute = Literal["none", "selective", "full"]
 
-
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraTarget = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+]
 LoraSync = Literal["merged", "adapters"]
-LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class LoraConfig(Section):
@@ -40,8 +57,9 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """B A is multiplied by alpha / rank."""
 
-    targets: tuple[LoraTarget, ...] = LORA_TARGETS
-    """Linear layers with adapters, by their names in Hugging Face models; those of an MLP are also those of experts."""
+    targets: tuple[LoraTarget, ...] = ()
+    """Linear layers with adapters, by their names in Hugging Face models; those of an MLP are also those of experts. []: all that
+    the model has."""
 
     sync: LoraSync = "merged"
     """What a weight update brings to engines. merged: the sum of weights and adapters. adapters: only A and B, which SGLang
@@ -57,10 +75,6 @@ class LoraConfig(Section):
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / self.rank
-
-    def broken_rules(self) -> Iterator[Rule]:
-        if not self.targets:
-            yield Rule("len(model.lora.targets) > 0", 'set model.lora.targets = ["q_proj", "v_proj"], or leave it out')
 
 
 class ModelConfig(Section):

@@ -5,8 +5,9 @@ ours, megatron-core's or Transformer Engine's. Tensor-parallel ranks exchange on
 
 | layer | A | B | A x |
 |---|---|---|---|
-| column-parallel (linear_qkv, linear_fc1) | whole | rows of the rank | gathered under sequence parallelism |
-| row-parallel (linear_proj, linear_fc2) | columns of the rank | whole | summed (and scattered) over tensor ranks |
+| column-parallel (linear_qkv, linear_fc1, ...) | whole | rows of the rank | gathered under sequence parallelism |
+| row-parallel (linear_proj, linear_fc2, out_proj) | columns of the rank | whole | summed (and scattered) over tensor ranks |
+| on every rank (compressions of latent attention) | whole | whole | not exchanged: each rank maps its tokens |
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_dapo.checkpoints.layouts.lora import AdapterBuffers, LoraLayout
 from megatron_dapo.checkpoints.layouts.state import EXPERTS
 from megatron_dapo.megatron.layers import PostNorm, rms_norm
 from megatron_dapo.megatron.model import unwrap
-from megatron_dapo.models.lora import COLUMN_PARALLEL, WEIGHT
+from megatron_dapo.models.lora import DUPLICATED, ROW_PARALLEL, WEIGHT, matrix_name
 
 
 class Adapter(torch.nn.Module):
@@ -54,7 +55,8 @@ class Adapter(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.full(buffers.a.shape, torch.nan, **settings))
         self.b = torch.nn.Parameter(torch.full(buffers.b.shape, torch.nan, **settings))
         self.scale, self.config, self.group = scale, config, group
-        self.is_column_parallel = buffers.layer.endswith(COLUMN_PARALLEL)
+        self.is_duplicated = matrix_name(buffers.layer) in DUPLICATED
+        self.is_column_parallel = not self.is_duplicated and matrix_name(buffers.layer) not in ROW_PARALLEL
         self.is_expert = EXPERTS in buffers.layer
         # In a tuple, so that it is not a parameter of this module as well.
         self._norm = (getattr(layer, "layer_norm_weight", None),)
@@ -63,17 +65,18 @@ class Adapter(torch.nn.Module):
 
     def _mark(self, layer: torch.nn.Module) -> None:
         """Tell megatron-core which gradients it must sum over tensor ranks, and which count once in the gradient's norm."""
-        cut, whole = (self.b, self.a) if self.is_column_parallel else (self.a, self.b)
-        set_tensor_model_parallel_attributes(cut, True, 0 if self.is_column_parallel else 1, 1)
+        dim = 0 if self.is_column_parallel else 1
+        cut = None if self.is_duplicated else self.a if dim else self.b
         for parameter in (self.a, self.b):
             parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
-        if self.is_expert:
-            # Unmarked parameters count on tensor rank 0, but other tensor ranks hold other experts.
-            if self.group.rank() == 0:
-                set_tensor_model_parallel_attributes(whole, True, 0, 1)
-        else:
-            # Each rank has seen only its tokens.
-            whole.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+            if parameter is cut:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            elif not self.is_expert:
+                # Each rank has seen only its tokens.
+                parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+            elif self.group.rank() == 0:
+                # Unmarked parameters count on tensor rank 0, but other tensor ranks hold other experts.
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def add_to(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for this input, with the adapter."""
@@ -87,6 +90,8 @@ class Adapter(torch.nn.Module):
             settings = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
             hidden = rms_norm(hidden, self._norm[0], *settings)
         small = F.linear(hidden, self.a)
+        if self.is_duplicated:
+            return F.linear(self.scale * small, self.b)
         if self.is_column_parallel and self.config.sequence_parallel:
             small = gather_from_sequence_parallel_region(small, tensor_parallel_output_grad=True, group=self.group)
         elif self.is_column_parallel:

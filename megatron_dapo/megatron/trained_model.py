@@ -186,7 +186,9 @@ class TrainedModel:
     def adapter_description(self) -> AdapterDescription | None:
         """Return what the adapters are and which model they belong to; None without adapters."""
         lora = self.settings.lora
-        return AdapterDescription(lora.rank, lora.alpha, lora.targets, *self.base) if lora.rank else None
+        if self.adapters is None:
+            return None
+        return AdapterDescription(lora.rank, lora.alpha, self.adapters.targets, *self.base)
 
     def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}", without adapters."""

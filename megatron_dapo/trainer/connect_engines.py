@@ -23,6 +23,7 @@ from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.formats.peft import AdapterDescription
+from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
@@ -278,7 +279,8 @@ def _adapters(
 ) -> tuple[SyncPlan, Transport]:
     config = run.place.config
     lora, path = config.model.lora, str(config.model.path)
-    document = AdapterDescription(lora.rank, lora.alpha, lora.targets, path, "").peft_config()
+    assert isinstance(source, LoraLayout), "only adapters are synced"
+    document = AdapterDescription(lora.rank, lora.alpha, source.targets, path, "").peft_config()
     sync_plan = _plan(run, source, engines)
     return sync_plan, AdapterTransport(sync_plan, handles, source, document, run.place.ranks.group)
 

@@ -28,6 +28,7 @@ from megatron_dapo.engines.sglang.supervisor import SupervisedServer, Supervisor
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.lora import chosen_targets
 from megatron_dapo.parallel.coordination import Coordination, collective_timeout, coordinate
 from megatron_dapo.parallel.nodes import NodeTopology, node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
@@ -107,8 +108,8 @@ class ServerPlace:
         require_reachable(address, sglang.host, self.nodes.num_nodes)
         settings, lora = server_settings(config, self.key_file, config.run.output_dir / "engines", first), config.model.lora
         # The first weight sync, which is verified, replaces random weights; those next to adapters are read from model.path.
-        is_synced = not lora.serves_adapters
-        synced = read_architecture(config.model.path).serving.synced if is_synced else ()
+        is_synced, architecture = not lora.serves_adapters, read_architecture(config.model.path)
+        more = architecture.serving.synced if is_synced else _adapter_arguments(lora, architecture, settings.device)
         return replace(
             settings,
             host=address.bind,
@@ -116,7 +117,7 @@ class ServerPlace:
             memory_saver=self.shares_devices,
             quantization=sglang.quantization,
             random_weights=is_synced,
-            more_arguments=(*settings.more_arguments, *synced, *_adapter_arguments(lora, settings.device)),
+            more_arguments=(*settings.more_arguments, *more),
         )
 
     def client(self, servers: Servers, server: ReadyServer) -> SglangClient:
@@ -307,14 +308,12 @@ def served_architecture(path: Path, device: str) -> ModelArchitecture:
     return architecture
 
 
-def _adapter_arguments(lora: LoraConfig, device: str) -> tuple[str, ...]:
+def _adapter_arguments(lora: LoraConfig, architecture: ModelArchitecture, device: str) -> tuple[str, ...]:
     """Return SGLang's arguments for a server that holds adapters next to its weights."""
-    if not lora.serves_adapters:
-        return ()
     # One adapter at a time; SGLang counts requests without one as another.
     sizes = ("--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2", "--max-loaded-loras", "2")
     backend = ("--lora-backend", "torch_native") if device == "cpu" else ()
-    return ("--enable-lora", *sizes, *backend, "--lora-target-modules", *lora.targets)
+    return ("--enable-lora", *sizes, *backend, "--lora-target-modules", *chosen_targets(architecture.shapes(), lora.targets))
 
 
 def client_timeouts(config: Config) -> Timeouts:

@@ -348,8 +348,9 @@ def write_reference(
     `change` may write to the model's tensors, by their names on disk; what it returns is written in place of "weight/" tensors.
     """
     model, batch = reference_model(name), ragged_batch()
+    stored = {**dict(model.named_parameters()), **stored_buffers(model)}
     with torch.no_grad():
-        weights = None if change is None else change(stored_tensors(dict(model.named_parameters())))
+        weights = None if change is None else change(stored_tensors(stored))
     single = ParallelLayout(world_size=1)
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for index, parts in enumerate(batch.micro_batches):
@@ -371,7 +372,7 @@ def write_reference(
         "loss": total.detach()
     }
     for kind, whole in (
-        ("weight", {**dict(model.named_parameters()), **stored_buffers(model)} if weights is None else weights),
+        ("weight", stored if weights is None else weights),
         ("gradient", {name: parameter.grad for name, parameter in model.named_parameters()}),
     ):
         for parameter_name, tensor in stored_tensors(whole).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from actor_checks import Reference, build_actor, fill_local, model_settings, parity_of, write_reference
 
 from megatron_dapo.checkpoints.load import random_normal
-from megatron_dapo.config.model_schema import LORA_TARGETS, LoraConfig
+from megatron_dapo.config.model_schema import LoraConfig
 from megatron_dapo.megatron import schedule
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
@@ -20,12 +20,18 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 RANK, ALPHA = 3, 4.5
 SOME = ("q_proj", "v_proj", "up_proj")  # fused layers of which a part has an adapter
-TARGETS = {"all": LORA_TARGETS, "some": SOME}
-MODELS = ("qwen2-tied", "qwen3", "gemma3", "qwen3-moe", "qwen3-moe-mixed")
+TARGETS = {
+    "all": (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    ),
+    "some": SOME,
+}
 
 
 def lora(targets: str) -> LoraConfig:
-    return LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS[targets])
+    return LoraConfig(rank=RANK, alpha=ALPHA, targets=SOME if targets == "some" else ())
 
 
 def drawn_adapters(weights: Mapping[str, torch.Tensor], targets: str) -> dict[str, torch.Tensor]:
@@ -33,18 +39,18 @@ def drawn_adapters(weights: Mapping[str, torch.Tensor], targets: str) -> dict[st
     found = {}
     for name, weight in weights.items():
         matrix = name.removesuffix(WEIGHT)
-        if matrix.endswith(TARGETS[targets]) and name.endswith(WEIGHT):
+        if matrix.rpartition(".")[2] in TARGETS[targets] and name.endswith(WEIGHT):
             shapes = {LORA_A: (RANK, weight.shape[1]), LORA_B: (weight.shape[0], RANK)}
             found |= {matrix + kind: 0.1 * random_normal(5, matrix + kind, shape).double() for kind, shape in shapes.items()}
     return found
 
 
-def write_lora_references(directory: Path) -> None:
-    """Write the reference of each model with merged adapters to a directory a set of targets, with the weights before the merge."""
-    for targets in TARGETS:
-        (directory / targets).mkdir()
-        for name in MODELS:
-            write_reference(directory / targets, name, lambda tensors, targets=targets: _merge(tensors, targets))
+def write_lora_references(directory: Path, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Write the reference of each case's model with merged adapters to a directory a set of targets, with the weights before the
+    merge."""
+    for targets, name in sorted({(case["targets"], case["model"]) for case in cases}):
+        (directory / targets).mkdir(exist_ok=True)
+        write_reference(directory / targets, name, lambda tensors, targets=targets: _merge(tensors, targets))
 
 
 def _merge(tensors: dict[str, torch.Tensor], targets: str) -> dict[str, torch.Tensor]:

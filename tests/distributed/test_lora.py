@@ -18,6 +18,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe-mixed", "targets": "all", "layout": {**SEQUENCE, "expert": 2, "expert_tensor": 1}},
     {"model": "qwen3-moe", "targets": "some", "layout": {**SEQUENCE, "pipeline": 2}},
     {"model": "qwen3-moe", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},
+    {"model": "deepseek", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},  # latent attention, a shared expert
+    {"model": "qwen3-next", "targets": "all", "layout": {**SEQUENCE, "context": 2}},  # gated delta nets, a gated shared expert
 ]
 
 
@@ -26,7 +28,7 @@ def lora_references(tmp_path_factory: pytest.TempPathFactory) -> str:
     from lora_checks import write_lora_references
 
     directory = tmp_path_factory.mktemp("lora_references")
-    write_lora_references(Path(directory))
+    write_lora_references(Path(directory), CASES)
     return str(directory)
 
 

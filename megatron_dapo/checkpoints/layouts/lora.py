@@ -11,13 +11,13 @@ place follows from that of X: a rank with rows R and columns C of X holds column
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_dapo.checkpoints.layouts.computed import Buffer, ComputedLayout, RankContents, collect_buffers
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import EMBEDDING, ModelArchitecture
-from megatron_dapo.models.lora import FUSED, LORA_A, LORA_B, WEIGHT, adapter_shapes, matrix_name
+from megatron_dapo.models.lora import FUSED, LORA_A, LORA_B, WEIGHT, adapter_shapes, chosen_targets, matrix_name
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 
@@ -34,10 +34,10 @@ class AdapterBuffers(NamedTuple):
 
 
 class LoraLayout(ComputedLayout):
-    """Layout of the adapters of rank `lora_rank` for the matrices of `base` named `targets`, see `adapter_shapes`."""
+    """Layout of the adapters of rank `lora_rank` for the matrices of `base` named `targets`, see `chosen_targets`."""
 
-    def __init__(self, base: MegatronLayout, lora_rank: int, targets: Collection[str]) -> None:
-        self.base, self.lora_rank, self.targets = base, lora_rank, frozenset(targets)
+    def __init__(self, base: MegatronLayout, lora_rank: int, targets: Sequence[str]) -> None:
+        self.base, self.lora_rank, self.targets = base, lora_rank, chosen_targets(base.tensors, targets)
         dtype = base.tensors[EMBEDDING].dtype  # the model's, of which few tensors differ
         shapes = adapter_shapes({name: spec.shape for name, spec in base.tensors.items()}, lora_rank, self.targets)
         super().__init__({name: TensorSpec(shape, dtype) for name, shape in shapes.items()})
@@ -72,13 +72,14 @@ class LoraLayout(ComputedLayout):
     def _adapters(self, rank: int) -> Iterator[AdapterBuffers]:
         for local, shards in shards_by_buffer(self.base.shards(rank)).items():
             layer, fused = local.removesuffix(WEIGHT), FUSED.get(matrix_name(local), ())
-            if unknown := {matrix_name(shard.tensor) for shard in shards if local.endswith(WEIGHT)} & self.targets - {*fused}:
+            if unknown := {matrix_name(shard.tensor) for shard in shards if local.endswith(WEIGHT)} & {*self.targets} - {*fused}:
                 raise ValueError(
                     f"model.lora.targets names {min(unknown)}, whose layer {matrix_name(local)} takes no adapter; leave it out"
                 )
             parent = shards[0].tensor.removesuffix(WEIGHT).rpartition(".")[0]
             # All of them, also those without a row on this rank: tensor ranks sum the gradients of equal buffers.
-            matrices = tuple(f"{parent}.{name}" for name in fused if name in self.targets)
+            fused_here = (f"{parent}.{name}" for name in fused if name in self.targets)
+            matrices = tuple(name for name in fused_here if name + WEIGHT in self.base.tensors)
             if local.endswith(WEIGHT) and matrices:
                 yield self._adapter(layer, matrices, shards, self.base.local_specs(rank)[local].shape)
 

@@ -2,54 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 
+from megatron_dapo.config.model_schema import ParallelConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.architecture import ModelArchitecture
-from megatron_dapo.models.lora import COLUMN_PARALLEL, FUSED, WEIGHT, adapter_shapes
-from megatron_dapo.plan.memory.parameters import (
-    RankParameters,
-    layers_of_stage,
-    num_parameters,
+from megatron_dapo.models.lora import ADAPTED, FUSED, WEIGHT, adapter_shapes, matrix_name
+from megatron_dapo.models.placement import (
+    CutColumns,
+    Interleaved,
+    LayerPart,
+    PerExpert,
+    Placement,
+    Shapes,
+    Stack,
+    Whole,
+    local_shape,
 )
-
-_EXPERTS = ".experts."
+from megatron_dapo.plan.memory.parameters import RankParameters, layers_of_stage, num_parameters
 
 
 def rank_adapters(config: Config, architecture: ModelArchitecture, stage: int = 0) -> RankParameters:
     """Return the elements of adapters on each rank of a pipeline stage."""
+    lora, parallel = config.model.lora, config.parallel
     dense = of_experts = 0
-    stage_layers = layers_of_stage(architecture, config.parallel, stage)
-    for layers in architecture.kinds_of_layers.values():
-        if count := len(layers & stage_layers):
-            each, each_of_experts = _layer_adapters(config, architecture.layer_shapes(min(layers)))
-            dense, of_experts = dense + count * each, of_experts + count * each_of_experts
-    return RankParameters(dense, of_experts, 0)
+    stage_layers = layers_of_stage(architecture, parallel, stage)
+    for parts, layers in architecture.kinds_of_layers.items():
+        count = len(layers & stage_layers)
+        for part in parts if count else ():
+            outside, inside = _part_adapters(part, parallel, lora.targets or ADAPTED)
+            dense, of_experts = dense + count * outside, of_experts + count * inside
+    return RankParameters(lora.rank * dense, lora.rank * of_experts, 0)
 
 
-def _layer_adapters(config: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return the elements of one layer's adapters outside and inside experts."""
-    lora, p = config.model.lora, config.parallel
-    dense = of_experts = 0
-    for layer, names in FUSED.items():
-        column_parallel = layer in COLUMN_PARALLEL
-        for parent in dict.fromkeys(name.rpartition(".")[0] for name in _matrices(shapes, names)):
-            fused = [shapes[f"{parent}.{name}{WEIGHT}"] for name in names]
-            adapted = [shape for name, shape in zip(names, fused) if name in lora.targets]
-            is_expert = _EXPERTS in parent
-            cut = (p.etp_size or p.tp_size) if is_expert else p.tp_size
-            down = sum(shape[1] for shape in adapted) // (1 if column_parallel else cut)
-            # A fused layer has a row of B for each of its rows, with an adapter or without.
-            up = sum(shape[0] for shape in fused) // (cut if column_parallel else 1) if adapted else 0
-            if is_expert:
-                of_experts += lora.rank * (down + up)
-            else:
-                dense += lora.rank * (down + up)
-    return dense, of_experts // p.ep_size
+def _part_adapters(part: LayerPart, parallel: ParallelConfig, targets: Collection[str]) -> tuple[int, int]:
+    """Return the elements of rank-1 adapters of a layer's part on each rank, outside and inside experts."""
+    dense, of_experts, shapes = 0, 0, part.shapes()
+    for placement in part.megatron():
+        if isinstance(placement, PerExpert):
+            prefix = placement.name.format(0)
+            one = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+            cut = parallel.etp_size or parallel.tp_size
+            inside = sum(_adapter(each, one, cut, targets) for each in placement.placements)
+            of_experts += placement.num_experts // parallel.ep_size * inside
+        else:
+            dense += _adapter(placement, shapes, parallel.tp_size, targets)
+    return dense, of_experts
 
 
-def _matrices(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> list[str]:
-    return [name.removesuffix(WEIGHT) for name in shapes if name.removesuffix(WEIGHT).endswith(tuple(f".{each}" for each in names))]
+def _adapter(placement: Placement, shapes: Shapes, count: int, targets: Collection[str]) -> int:
+    """Return the elements of the rank-1 adapter of a buffer that is cut over `count` ranks."""
+    assert isinstance(placement, Whole | Stack | Interleaved | CutColumns), "an engine's buffers have no adapters"
+    fused = FUSED.get(matrix_name(placement.local), ())
+    adapted = {name for name in _tensors(placement) if name.endswith(WEIGHT)}
+    adapted = {name for name in adapted if matrix_name(name) in fused and matrix_name(name) in targets}
+    if not adapted or not placement.local.endswith(WEIGHT):
+        return 0
+    # A fused buffer has a row of B for each of its rows, with an adapter or without.
+    rows, columns = local_shape(placement, shapes, count)
+    return len(adapted) * columns + rows
+
+
+def _tensors(placement: Whole | Stack | Interleaved | CutColumns) -> list[str]:
+    if isinstance(placement, Whole):
+        return [placement.name]
+    if isinstance(placement, CutColumns):
+        return [placement.columns.name]
+    return [rows.name for rows in (placement.parts if isinstance(placement, Stack) else placement.unit)]
 
 
 def policy_parameters(config: Config, architecture: ModelArchitecture) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from megatron_dapo.config import validate
+from megatron_dapo.config.model_schema import LoraTarget
 from megatron_dapo.config.validator import missing_targets
-from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import parse_architecture
-from megatron_dapo.models.lora import adapter_shapes
+from megatron_dapo.models.lora import ADAPTED, adapter_shapes, chosen_targets
 from tests.unit.config import architectures
 from tests.unit.config.small import make
+from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,6 @@ from tests.unit.config.small import make
         ("precision.recipe=fp8_blockwise", 'set precision.recipe = ""'),
         ("rollout.engine=sglang sglang.quantization=fp8", 'set sglang.quantization = "none"'),
         ("rollout.engine=sglang sglang.weight_sync_full_interval=4", "set sglang.weight_sync_full_interval = 1"),
-        ("model.lora.targets=[]", 'set model.lora.targets = ["q_proj", "v_proj"]'),
     ],
 )
 def test_each_combination_that_does_not_work_is_one_line(overrides: str, fix: str) -> None:
@@ -31,7 +30,7 @@ def test_each_combination_that_does_not_work_is_one_line(overrides: str, fix: st
 
     found = [line for line in lines(8) if fix in line]
     assert len(found) == 1 and "\n" not in found[0], lines(8)
-    assert overrides.startswith("model.lora") or not [line for line in lines(0) if fix in line]
+    assert not [line for line in lines(0) if fix in line]
 
 
 SERVED = "rollout.engine=sglang sglang.placement=disaggregated model.lora.sync=adapters"
@@ -63,16 +62,31 @@ def test_adapters_of_experts_are_only_synced_merged() -> None:
     assert not list(missing_targets(make(f'{SERVED} model.lora.rank=8 model.lora.targets=["q_proj"]'), architecture))
 
 
-def test_a_target_that_no_layer_has_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    architecture: Any = replace(parse_architecture(architectures.QWEN_7B))
-    fused = {name.replace("gate_proj", "gate_up_proj"): shape for name, shape in architecture.shapes().items()}
-    monkeypatch.setattr(ModelArchitecture, "shapes", lambda self: fused)
-    [violation] = missing_targets(make("model.lora.rank=8"), architecture)
-    assert "model.lora.targets names gate_proj; this model has down_proj, gate_up_proj, k_proj" in str(violation)
+@pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_NEXT_80B], ids=["latent", "gated"])
+def test_adapters_next_to_latent_and_gated_attention_are_only_synced_merged(model: dict[str, Any]) -> None:
+    architecture, targets = parse_architecture(model), 'model.lora.targets=["o_proj"]'
+    [violation] = missing_targets(make(f"{SERVED} model.lora.rank=8 {targets}"), architecture)
+    assert f"{architecture.model_type}: adapters next to latent or gated attention are only synced merged" in str(violation)
+    assert not list(missing_targets(make("model.lora.rank=8"), architecture))
+
+
+def test_a_target_that_the_model_does_not_have_is_one_line() -> None:
+    architecture = parse_architecture(architectures.QWEN_7B)
+    [violation] = missing_targets(make('model.lora.rank=8 model.lora.targets=["kv_b_proj","q_proj"]'), architecture)
+    assert "model.lora.targets names kv_b_proj; this model has q_proj, k_proj, v_proj, o_proj, gate_proj" in str(violation)
     assert not list(missing_targets(make(""), architecture))
 
 
-def test_a_shared_expert_takes_no_adapter() -> None:
-    shapes = {"model.layers.0.mlp.shared_expert.up_proj.weight": (8, 4), "model.layers.0.mlp.experts.0.up_proj.weight": (8, 4)}
-    with pytest.raises(ValueError, match="names up_proj: model.layers.0.mlp.shared_expert.up_proj.weight is of a shared expert"):
-        adapter_shapes(shapes, 2, ["up_proj"])
+def test_every_matrix_that_can_have_an_adapter_is_a_target() -> None:
+    assert sorted(get_args(LoraTarget)) == sorted(ADAPTED)
+
+
+def test_the_gate_of_a_shared_expert_has_no_adapter() -> None:
+    """PEFT's gate_proj does not name shared_expert_gate either."""
+    shared, experts = "model.layers.0.mlp.shared_expert.", "model.layers.0.mlp.experts.0."
+    shapes = {f"{shared[:-1]}_gate.weight": (1, 4), f"{shared}gate_proj.weight": (8, 4), f"{experts}gate_proj.weight": (6, 4)}
+    assert chosen_targets(shapes, ()) == ("gate_proj",)
+    adapted = {name.partition(".lora_")[0] for name in adapter_shapes(shapes, 2, ())}
+    assert adapted == {f"{shared}gate_proj", f"{experts}gate_proj"}
+    with pytest.raises(ValueError, match="names shared_expert_gate; this model has gate_proj"):
+        adapter_shapes(shapes, 2, ["shared_expert_gate"])

@@ -163,7 +163,7 @@ def test_adapters_of_its_experts_are_refused_in_one_line() -> None:
     lora = {"rank": 8, "targets": ["o_proj", "up_proj"]}
     config = config_from_dict({"model": {"path": "/m", "lora": lora}, "data": {"train_paths": ["/t"]}})
     [violation] = missing_targets(config, parse_architecture(PUBLISHED))
-    assert "names up_proj; this model has k_proj, o_proj, q_proj, v_proj" in str(violation)
+    assert "names up_proj; this model has q_proj, k_proj, v_proj, o_proj" in str(violation)
 
 
 def test_engines_that_cannot_serve_it_are_refused_in_one_line(tmp_path: Path) -> None:

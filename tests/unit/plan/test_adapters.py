@@ -12,15 +12,34 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.plan.memory import model_memory, policy_parameters, rank_adapters
 from tests.unit.config import architectures
 from tests.unit.config.small import make
+from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B
 
-MODELS = {"dense": parse_architecture(architectures.QWEN_7B), "experts": parse_architecture(architectures.EXPERTS)}
+FEW = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 16}
+MODELS = {
+    "dense": parse_architecture(architectures.QWEN_7B),
+    "experts": parse_architecture(architectures.EXPERTS),
+    "latent": parse_architecture({**DEEPSEEK_V3, **FEW}),
+    "latent queries": parse_architecture({**DEEPSEEK_V3, **FEW, "q_lora_rank": None}),
+    "delta": parse_architecture({**QWEN3_NEXT_80B, "num_hidden_layers": 4, "num_experts": 16}),
+}
 
 
-@pytest.mark.parametrize("targets", ["", 'model.lora.targets=["q_proj","v_proj","down_proj"]'], ids=["all", "some"])
+SOME = 'model.lora.targets=["q_proj","v_proj","down_proj"]'
+
+
 @pytest.mark.parametrize(
-    ("model", "fields"),
-    [("dense", {"tensor": 4}), ("dense", {"tensor": 2, "pipeline": 2}), ("experts", {"tensor": 2, "expert": 4}), ("experts", {"tensor": 2, "expert": 8, "expert_tensor": 1})],
-)  # fmt: skip
+    ("model", "fields", "targets"),
+    [
+        ("dense", {"tensor": 4}, ""),
+        ("dense", {"tensor": 2, "pipeline": 2}, SOME),
+        ("experts", {"tensor": 2, "expert": 4}, SOME),
+        ("experts", {"tensor": 2, "expert": 8, "expert_tensor": 1}, ""),
+        ("latent", {"tensor": 2, "expert": 4}, ""),
+        ("latent queries", {"tensor": 4, "pipeline": 2}, 'model.lora.targets=["q_proj","kv_a_proj_with_mqa"]'),
+        ("delta", {"tensor": 2, "expert": 2}, ""),
+        ("delta", {"pipeline": 2}, 'model.lora.targets=["in_proj_ba","up_proj"]'),
+    ],
+)
 def test_the_elements_of_a_rank_are_those_of_the_layout(model: str, fields: dict[str, int], targets: str) -> None:
     architecture, names = MODELS[model], {"tensor": "tp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp"}
     sizes = " ".join(f"parallel.{names[axis]}_size={size}" for axis, size in fields.items())

@@ -19,7 +19,6 @@ from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
-from megatron_dapo.config.model_schema import LORA_TARGETS
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -64,7 +63,7 @@ class Server:
 
 
 def connected(servers: Sequence[Server], dtype: torch.dtype = torch.float32) -> tuple[WeightSync, dict[str, torch.Tensor]]:
-    layout = LoraLayout(megatron_layout(ARCHITECTURE, ParallelLayout(1), dtype), 3, LORA_TARGETS)
+    layout = LoraLayout(megatron_layout(ARCHITECTURE, ParallelLayout(1), dtype), 3, ())
     generator = torch.Generator().manual_seed(0)
     adapters = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in layout.local_shapes(0).items()}
     actor = SimpleNamespace(trained_tensors=layout, trained_parameters=lambda: adapters)
@@ -90,7 +89,7 @@ def test_every_rank_of_every_server_gets_the_adapters_under_pefts_names(dtype: t
         ]
         assert len(server.ranks) == 2
         for tensors in server.ranks:
-            assert len(tensors) == 2 * 2 * len(LORA_TARGETS)
+            assert len(tensors) == 2 * 2 * 7
             name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
             assert torch.equal(tensors[name], stacked[3:6]) and tensors[name].dtype == dtype
     held = 2 * sum(each.numel() for each in adapters.values()) * dtype.itemsize

@@ -8,28 +8,59 @@ import torch
 from megatron_dapo.checkpoints.adapters import MergedWeights, fresh_lora_a, initialize_adapters
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
-from megatron_dapo.config.model_schema import LORA_TARGETS
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Layout, TensorSpec, check_layout, shard_view, slice_view
 from tests.unit.config import architectures
+from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA = {
+    "head_dim": 8,
+    "num_experts": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "shared_expert_intermediate_size": 6,
+}
+OF_MIXTURES = ("expert", "moe_", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+DENSE_DELTA = {name: value for name, value in {**QWEN3_NEXT_80B, **DELTA}.items() if not any(part in name for part in OF_MIXTURES)}
 MODELS = {
     "dense": {**architectures.QWEN_7B, **SMALL, "intermediate_size": 24},
     "experts": {**architectures.EXPERTS, **SMALL, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12},
+    "latent": {**DEEPSEEK_V3, **SMALL, **EXPERTS, **LATENT},
+    "fused delta": {**QWEN3_NEXT_80B, **SMALL, **EXPERTS, **DELTA},
+    "delta": {**DENSE_DELTA, **SMALL, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
 }
 LAYOUTS = [
     ("dense", {"tensor": 4}),  # more tensor ranks than key-value heads
     ("dense", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
     ("experts", {"tensor": 2, "expert": 2}),
     ("experts", {"tensor": 2, "expert": 2, "expert_tensor": 1, "pipeline": 2}),
+    ("latent", {"tensor": 2, "expert": 2, "pipeline": 2}),
+    ("fused delta", {"tensor": 2, "expert": 2}),
+    ("delta", {"tensor": 2, "pipeline": 2}),
 ]
 SCALE, RANK = 0.75, 3
+SOME = {"latent": ("q_b_proj", "kv_a_proj_with_mqa", "up_proj"), "fused delta": ("in_proj_ba",), "delta": ("in_proj_z", "in_proj_a", "q_proj")}
 
 
-def adapter_layout(model: str, fields: dict[str, int], targets: tuple[str, ...] = LORA_TARGETS) -> LoraLayout:
+def adapter_layout(model: str, fields: dict[str, int], targets: tuple[str, ...] = ()) -> LoraLayout:
     parallel = ParallelLayout(world_size=8, **fields)
     return LoraLayout(megatron_layout(parse_architecture(MODELS[model]), parallel, torch.float32), RANK, targets)
 
@@ -46,10 +77,10 @@ def local_buffers(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> 
     return buffers
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("chosen", ["all", "some"])
 @pytest.mark.parametrize(("model", "fields"), LAYOUTS)
-def test_every_rank_merges_its_shards_as_the_whole_matrix(model: str, fields: dict[str, int], targets: tuple[str, ...]) -> None:
-    layout = adapter_layout(model, fields, targets)
+def test_every_rank_merges_its_shards_as_the_whole_matrix(model: str, fields: dict[str, int], chosen: str) -> None:
+    layout = adapter_layout(model, fields, SOME.get(model, ("q_proj", "up_proj")) if chosen == "some" else ())
     check_layout(layout)
     weights, adapters = drawn(layout.base.tensors, 1), drawn(layout.tensors, 2)
     merged = dict(weights)
@@ -97,5 +128,5 @@ def test_a_fresh_lora_a_is_uniform_as_in_peft() -> None:
 
 
 def test_a_target_that_the_model_does_not_have_is_named() -> None:
-    with pytest.raises(ValueError, match="names gate; this model has down_proj, gate_proj, k_proj, o_proj, q_proj"):
+    with pytest.raises(ValueError, match="names gate; this model has q_proj, k_proj, v_proj, o_proj, gate_proj"):
         adapter_layout("dense", {}, ("q_proj", "gate"))
