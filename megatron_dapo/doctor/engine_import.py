@@ -13,6 +13,7 @@ from megatron_dapo.doctor import engine_probe
 from megatron_dapo.doctor.engine_probe import EngineLibraries
 from megatron_dapo.doctor.gather import ROOT, ProbeFailure, run
 from megatron_dapo.doctor.probes import MARK
+from megatron_dapo.files.user_cache import user_cache
 from megatron_dapo.launch.environment import DRIVER_DEVICE
 
 _TIMEOUT_S = 300.0  # a first import from a network file system
@@ -43,8 +44,8 @@ def engine_libraries(python: Path, metadata: Sequence[object]) -> EngineLibrarie
 
 
 def cache_file() -> Path:
-    """Return the file of remembered answers, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dapo" / "engine_libraries.json"
+    """Return the file of remembered answers."""
+    return user_cache() / "engine_libraries.json"
 
 
 def _remembered() -> dict[str, dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""Checksums and differences on a CPU near the speed of memory: `checksum.c`, compiled in each process by the machine's C
-compiler.
+"""Checksums and differences on a CPU near the speed of memory: `checksum.c`, compiled by the machine's C compiler.
 
 `reshard.checksum` defines the checksum. Without a compiler there is no library; NumPy and torch compute the same.
 """
