@@ -157,9 +157,10 @@ class _Queue:
         """Decode up to a time."""
         while self._running:
             steps = max(0.0, self._running[0][0] - self._step)
-            if self._now + self._seconds(steps) > time:
+            end = self._now + self._seconds(steps)
+            if end > time:
                 break
-            self._advance(steps, None)
+            self._advance(steps, end)
             self._end()
         if time > self._now:
             self._advance(self._steps(time - self._now) if self._running else 0.0, time)

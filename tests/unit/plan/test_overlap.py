@@ -15,6 +15,7 @@ from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.overlap import Collection, QueuedStep, overlapped_seconds
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 from megatron_dapo.plan.step import StepPlan, plan_step
+from tests.examples import first
 from tests.unit.plan.models import MODELS, run_of
 
 # A decoding step of 10 ms, whatever runs; prefill and requests cost next to nothing.
@@ -45,20 +46,23 @@ WHOLE, STREAMED = Collection(16), Collection(16, parts=16)
 
 @pytest.mark.parametrize(
     ("max_staleness", "oversample", "ahead", "collection"),
-    [
-        (1, 2.0, 0.0, WHOLE),
-        (1, 1.5, 0.0, WHOLE),
-        (2, 3.0, 0.0, WHOLE),
-        (1, 2.0, 0.5, WHOLE),
-        (1, 2.0, 0.0, STREAMED),
-        (1, 2.0, 0.0, replace(STREAMED, parts=4)),
-        (1, 2.0, 0.0, replace(STREAMED, in_flight=True)),
-        (2, 3.0, 0.0, STREAMED),
-        (1, 2.0, 0.5, STREAMED),
-        (1, 2.0, 0.0, replace(STREAMED, order="guarded")),
-        (1, 1.5, 0.5, replace(STREAMED, order="guarded")),
-        (2, 3.0, 0.0, replace(WHOLE, order="guarded")),
-    ],
+    first(
+        5,
+        [
+            (2, 3.0, 0.0, WHOLE),
+            (1, 2.0, 0.5, STREAMED),
+            (1, 2.0, 0.0, replace(STREAMED, parts=4)),
+            (1, 2.0, 0.0, replace(STREAMED, in_flight=True)),
+            (1, 1.5, 0.5, replace(STREAMED, order="guarded")),
+            (1, 2.0, 0.0, WHOLE),
+            (1, 1.5, 0.0, WHOLE),
+            (1, 2.0, 0.5, WHOLE),
+            (1, 2.0, 0.0, STREAMED),
+            (2, 3.0, 0.0, STREAMED),
+            (1, 2.0, 0.0, replace(STREAMED, order="guarded")),
+            (2, 3.0, 0.0, replace(WHOLE, order="guarded")),
+        ],
+    ),
 )
 def test_the_plan_is_within_a_tenth_of_the_twin(
     twin: SimpleNamespace, max_staleness: int, oversample: float, ahead: float, collection: Collection

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ def found_for(config: Any, model: str, gpus: int, host_gib: float = 2000.0, gpu:
     return search(config, parse_architecture(MODELS[model]), gpus, GPUS[gpu], cluster)
 
 
+@cache
+def timed(algorithm: str, model: str, gpus: int, host_gib: float = 2000.0, gpu: str = "H100") -> tuple[Found, float]:
+    """Return what is found for the shipped recipe, and the CPU seconds of the search: other programs run at the same time."""
+    started = time.process_time()
+    found = found_for(config_of(algorithm), model, gpus, host_gib, gpu)
+    return found, time.process_time() - started
+
+
 ALL = [
     (algorithm, model, gpus) for algorithm in ("dapo", "vapo", "tppo") for model in MODELS for gpus in (8, 128, 16384)
 ]
@@ -49,10 +58,8 @@ QUICK = [*(("dapo", model, 128) for model in MODELS), ("tppo", "7B", 16384), ("v
 )
 def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int) -> None:
     config, facts = config_of(algorithm), parse_architecture(MODELS[model])
-    # CPU seconds, as other programs run at the same time.
-    started = time.process_time()
-    found = found_for(config, model, gpus)
-    assert time.process_time() - started < SECONDS
+    found, seconds_searched = timed(algorithm, model, gpus)
+    assert seconds_searched < SECONDS
     if (model, gpus) in NONE_FITS:
         assert not found.layouts and found.reasons
         return
@@ -76,7 +83,7 @@ def test_layouts_are_found_in_time_and_fit(algorithm: str, model: str, gpus: int
 
 def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
     few, many, large = (
-        found_for(config_of("dapo"), "32B", gpus, gpu=name).layouts[0].plan.total
+        timed("dapo", "32B", gpus, gpu=name)[0].layouts[0].plan.total
         for gpus, name in ((64, "H100"), (256, "H100"), (64, "H200"))
     )
     assert many < few and large < few
@@ -84,7 +91,7 @@ def test_more_memory_and_more_gpus_never_slow_a_step() -> None:
 
 def test_mlps_alone_are_recomputed_where_keeping_everything_has_no_room() -> None:
     recipe = RECIPES / "dapo_qwen2.5_32b.toml"
-    best = found_for(config_of("dapo"), "32B", 8).layouts[0]
+    best = timed("dapo", "32B", 8)[0].layouts[0]
     assert best.settings["model.recompute_granularity"] == "selective"
     assert best.settings["megatron.recompute_modules"] == ["mlp"]
     # The settings that are listed give the configuration that was planned.
@@ -140,7 +147,7 @@ def test_a_recipe_with_its_own_modules_is_planned_for_other_gpus() -> None:
 def test_one_node_holds_what_its_host_memory_has_room_for(
     algorithm: str, model: str, host_gib: float, fits: bool
 ) -> None:
-    found = found_for(config_of(algorithm), model, 8, host_gib)
+    found, _ = timed(algorithm, model, 8, host_gib)
     assert bool(found.layouts) == fits
     if fits:
         assert all(one.plan.memory.host <= host_gib * GIB for one in found.layouts)
@@ -176,9 +183,9 @@ def test_ends_of_a_split_are_no_longer_than_the_stages_between(num_layers: int) 
 
 def test_layers_that_no_stages_divide_are_split_with_shorter_ends() -> None:
     """94 layers divide only by 2 and 47; the head's stage has fewer than the others."""
-    best = found_for(config_of("dapo"), "235B-A22B", 512).layouts[0]
+    best = timed("dapo", "235B-A22B", 128)[0].layouts[0]
     assert best.settings["parallel.pp_size"] > 2 and best.settings["parallel.last_stage_layers"] > 0
-    even = found_for(config_of("dapo"), "32B", 128).layouts
+    even = timed("dapo", "32B", 128)[0].layouts
     last, stages = even[0].settings["parallel.last_stage_layers"], even[0].settings["parallel.pp_size"]
     assert 0 < 64 / stages - last <= 2, "the head is worth about two layers"
 
@@ -190,19 +197,19 @@ def test_servers_in_fp8_are_named_where_those_in_16_bits_have_little_room() -> N
     first = found.layouts[0]
     assert first.settings["sglang.max_running_requests"] < 8
     assert not found.needs_fp8 and found.fp8_seconds is not None and found.fp8_seconds < 0.5 * first.plan.total
-    only = found_for(config, "235B-A22B", 128)
+    only, _ = timed("dapo", "235B-A22B", 128)
     assert only.needs_fp8 and all(one.settings["sglang.quantization"] == "fp8" for one in only.layouts)
 
 
 def test_servers_are_spread_over_nodes_if_no_one_node_holds_the_model() -> None:
     """Nodes of four GPUs: next to a trainer, their servers hold 235B parameters neither in 16 bits nor in FP8."""
     architecture, gpu = parse_architecture(MODELS["235B-A22B"]), GPUS["H100"]
-    cluster = Cluster(64, 4, gpu.memory_gib, 2000.0)
-    found = search(config_of("dapo"), architecture, 256, gpu, cluster)
+    cluster = Cluster(16, 4, gpu.memory_gib, 2000.0)
+    found = search(config_of("dapo"), architecture, 64, gpu, cluster)
     assert found.layouts and not found.needs_fp8
     for one in found.layouts:
         config, processes = derive(config_of("dapo"), one.settings), one.settings["parallel.num_processes"]
         nodes, here = config.sglang.nodes_per_server, config.sglang.ranks_per_node
         assert nodes > 1 and config.sglang.placement == "disaggregated" and config.sglang.weight_sync_transport == "p2p"
-        assert processes == 64 * (4 - here) and cluster.num_engines(config, processes) == 64 // nodes
+        assert processes == 16 * (4 - here) and cluster.num_engines(config, processes) == 16 // nodes
         assert not validate_and_check(config, cluster, architecture, processes)

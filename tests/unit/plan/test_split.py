@@ -12,6 +12,7 @@ import pytest
 from megatron_dapo.plan.device import GPUS
 from megatron_dapo.plan.rollout import EngineRates, Lengths
 from megatron_dapo.plan.split import Measured, Proposal, Split, SplitLimits, calibrated, measured_lengths, propose
+from tests.examples import first
 
 # A decoding step of 10 ms, whatever runs; prefill and requests cost next to nothing.
 FLAT = EngineRates((10e-3 - 2.5e-3) * 0.78 * GPUS["H20"].memory_bytes_s, 0.0, 1e-3, 1, GPUS["H20"])
@@ -95,7 +96,7 @@ def driven(twin: SimpleNamespace, rates: EngineRates, servers: int, **settings: 
     return outcome, fmean(run.watched.seconds[given.num_warm : given.num_steps])
 
 
-@pytest.mark.parametrize(("servers", "max_staleness", "oversample"), [(2, 1, 1.0), (2, 2, 3.0)])
+@pytest.mark.parametrize(("servers", "max_staleness", "oversample"), first(1, [(2, 2, 3.0), (2, 1, 1.0)]))
 def test_other_splits_are_within_a_tenth_of_the_twin(
     twin: SimpleNamespace, servers: int, max_staleness: int, oversample: float
 ) -> None:
