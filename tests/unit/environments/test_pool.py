@@ -20,6 +20,7 @@ from megatron_dapo.environments import pool as pool_module
 from megatron_dapo.environments.pool import WorkerPool, WorkerSettings
 from megatron_dapo.environments.protocol import Action, Reply, Task
 from megatron_dapo.types import TurnCall
+from tests.examples import examples
 from tests.unit.environments import user_environments
 from tests.unit.environments.user_environments import FAULTS
 
@@ -310,11 +311,13 @@ def test_an_end_that_crosses_a_reply_is_final(nothing_left):
 
 
 def test_every_request_has_one_reply_under_faults(nothing_left, monkeypatch):
-    """200 episodes, of which a fifth meets a fault in its first attempt; lost ones begin again with their seed."""
+    """Episodes of which a fifth meets a fault in its first attempt, each kind at least once; lost ones begin again with their
+    seed."""
     monkeypatch.setattr(pool_module, "_LATE_S", 0.1)
+    count = examples(200)
     kinds = ["raise", "lost", "exit", "kill", "hang", "garbage", "memory", "leave"]
     rng = random.Random(0)
-    faults = {f"e{index}": {"fault": kinds[index % len(kinds)], "at": rng.randrange(4)} for index in range(0, 200, 5)}
+    faults = {f"e{index}": {"fault": kinds[index % len(kinds)], "at": rng.randrange(4)} for index in range(0, count, 5)}
     waiting: dict[str, int] = {}  # open requests by episode
     attempts, steps, ends, lost = Counter(), {}, Counter(), Counter()
     observations: dict[str, set[str]] = {}
@@ -326,8 +329,8 @@ def test_every_request_has_one_reply_under_faults(nothing_left, monkeypatch):
         pool.start(episode, Task(fault, int(episode[1:])))
 
     limits = {"num_processes": 3, "episodes_per_process": 8, "step_seconds": 0.5, "reset_seconds": 0.5}
-    with WorkerPool(settings("Misbehaving", **limits, max_episodes_per_process=40)) as pool:
-        queue = [f"e{index}" for index in range(200)]
+    with WorkerPool(settings("Misbehaving", **limits, max_episodes_per_process=count // 5)) as pool:
+        queue = [f"e{index}" for index in range(count)]
         while queue or waiting:
             while queue and len(waiting) < 24:
                 begin(queue.pop())
@@ -345,7 +348,7 @@ def test_every_request_has_one_reply_under_faults(nothing_left, monkeypatch):
                     waiting[episode] = 1
                     pool.act(episode, say("a"))
         assert pool.poll(0.2) == []
-    assert ends == Counter({f"e{index}": 1 for index in range(200)})  # each once
+    assert ends == Counter({f"e{index}": 1 for index in range(count)})  # each once
     injected = {episode for episode, fault in faults.items() if fault["fault"] != "leave"}
     assert injected <= set(lost)
     assert all(attempts[episode] == lost[episode] + 1 for episode in attempts)
