@@ -39,10 +39,12 @@ SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-$(notdir $(LO
 SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
-TRITON_TESTS := tests/unit/ops/test_lm_head.py tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py tests/unit/ops/test_fused_checksum.py
+TRITON_TESTS := tests/unit/ops/test_lm_head.py::test_triton_passes_the_same_cases_in_its_interpreter tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py tests/unit/ops/test_fused_checksum.py
 MODELOPT_TESTS := tests/unit/quantization
 # `make test` runs these with the megatron-core of the CUDA lock (test-megatron), all others with that of the CPU lock.
 MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py tests/unit/megatron/test_latent_attention.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
+# Not in tests/distributed, but these start the same ranks.
+RANK_TESTS := tests/families/test_made_up.py
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
 ENGINE_PYTHON ?= .venv-sglang/bin/python
 SMOKE := runs/smoke-gpu
@@ -152,8 +154,9 @@ pytest = @$(RUN) $(3) .venv/bin/python -m pytest -q --durations=20 --durations-m
 environments: .venv .venv-sglang .venv-megatron .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2 .venv-plots .venv-docs .venv-mypy
 
 test-unit: .venv
-	$(call pytest,$@,tests/unit tests/families $(addprefix --ignore ,$(MEGATRON_TESTS)) $(BESIDE) -m "not long")
+	$(call pytest,$@,tests/unit tests/families $(addprefix --ignore ,$(MEGATRON_TESTS) $(RANK_TESTS)) $(BESIDE) -m "not long")
 
+test-families: export MEGATRON_DAPO_EXAMPLES := all
 test-families: .venv .venv-sglang
 	$(call pytest,$@,$(BESIDE) tests/families tests/engine/test_sglang_layout.py tests/engine/test_families.py)
 
@@ -203,7 +206,7 @@ test-oldest: .venv-oldest/.installed
 
 # Tests that start processes: ranks, servers, whole runs.
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
-	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed tests/engine tests/e2e tests/gpu)
+	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed $(RANK_TESTS) tests/engine tests/e2e tests/gpu)
 
 # What needs more than the trainer's environment: short parts, each with packages that no other needs.
 test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs

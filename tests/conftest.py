@@ -20,8 +20,16 @@ from megatron_dapo.launch.environment import leave_compiler_out
 
 leave_compiler_out()
 
+# Files of tests/distributed whose ranks stand by for the next one (distributed/launcher.py).
+RANKS = (
+    *("collectives", "connected_groups", "coordination", "embedded_lockstep", "fp8_layers", "gated_delta", "head_implementations"),
+    *("launcher", "logprob_tensor_parallel", "lora", "memory", "one_sample", "one_shard", "reshard", "sample_share", "sft", "weight_sync"),
+)
 # Files that share ranks, a run or servers, which are slow to make: the longest units of work, so they start first.
 TOGETHER = {
+    **{f"distributed/test_{name}": "ranks" for name in RANKS},
+    "families/test_made_up": "ranks",
+    "e2e/test_streamed_steps": "ranks",
     "e2e/test_few_responses": "ranks",
     "e2e/test_not_finite": "ranks",
     "e2e/test_value_layouts": "ranks",
