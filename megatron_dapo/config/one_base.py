@@ -22,15 +22,15 @@ def require_one_base(configs: Sequence[Config]) -> None:
 def _single_problems(configs: Sequence[Config]) -> Iterator[str]:
     for config in configs:
         copies = config.checkpoint.memory_copies
-        problems = {
-            "model.lora.rank = 0: full training changes the weights that the others share; set it above 0": not config.model.lora.rank,
-            f'rollout.engine = "{config.rollout.engine}": only the embedded engine takes turns': config.rollout.engine != "embedded",
-            'model.offload = "all" would move the weights of the others; set "optimizer" or "none"': config.model.offload == "all",
-            f'algorithm.name = "{config.algorithm.name}" trains a critic, all of its weights': config.has_critic,
-            "distillation.teachers that are models hold all of their weights": bool(config.distillation.models),
-            f'checkpoint.memory_copies = "{copies}": copies in memory are of one run; set "none"': copies != "none",
-        }
-        yield from (f"{config.run.name}: {text}; or train it apart" for text, is_there in problems.items() if is_there)
+        refusals = (
+            (not config.model.lora.rank, "model.lora.rank = 0: full training changes the weights that the others share; set it above 0"),
+            (config.rollout.engine != "embedded", f'rollout.engine = "{config.rollout.engine}": only the embedded engine takes turns'),
+            (config.model.offload == "all", 'model.offload = "all" would move the weights of the others; set "optimizer" or "none"'),
+            (config.has_critic, f'algorithm.name = "{config.algorithm.name}" trains a critic, all of its weights'),
+            (bool(config.distillation.models), "distillation.teachers that are models hold all of their weights"),
+            (copies != "none", f'checkpoint.memory_copies = "{copies}": copies in memory are of one run; set "none"'),
+        )
+        yield from (f"{config.run.name}: {text}; or train it apart" for is_refused, text in refusals if is_refused)
 
 
 def _shared_problems(configs: Sequence[Config]) -> Iterator[str]:
