@@ -259,6 +259,13 @@ RULES = (
         reason="responses are compared within their group",
     ),
     Rule(
+        f"reward.incorrect >= 0 and reward.correct <= 1 and not {_PUNISHMENT}.enabled",
+        f"set reward.incorrect = 0.0, reward.correct = 1.0 and {_PUNISHMENT}.enabled = false",
+        when='algorithm.name == "dapo" and algorithm.advantage.name == "maxrl"',
+        path="algorithm.advantage.name",
+        reason="MaxRL takes rewards from 0 to 1, and a response that is cut has reward.incorrect whatever the verifier",
+    ),
+    Rule(
         "len(data.sources) < 2",
         'set rollout.prompt_order = "shuffled", or name all files in data.train_paths',
         when='rollout.prompt_order == "priority"',

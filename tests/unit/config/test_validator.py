@@ -90,6 +90,7 @@ BROKEN = [
     ("training.mini_batch_prompts", "training.mini_batch_prompts=3"),
     ("training.micro_batch_tokens", "training.micro_batch_tokens=95"),
     ("rollout.group_size", "rollout.group_size=1"),
+    ("algorithm.advantage.name", "algorithm.advantage.name=maxrl"),
     ("rollout.accuracy_min", "rollout.accuracy_min=0.3 rollout.accuracy_max=0.4"),
     ("data.injection.when", "data.injection.templates=['noise'] rollout.filter_groups=false"),
     ("data.injection.rate", "data.injection.templates=['noise'] data.injection.rate=0.1"),
