@@ -19,7 +19,7 @@ multiple: they change no scale, no product and no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
@@ -37,6 +37,7 @@ class PrecisionRecipe:
 
     is_fp8: bool = False
     size_multiple: int = 1  # required of both sizes of a linear layer's weight on a rank
+    end_multiple: int = 1  # required of rows whose last block may be smaller
     token_multiple: int = 1  # required of a rank's tokens in a micro-batch
     dtype: str = ""  # the model's type, if the recipe fixes it
     has_state: bool = False  # more state than the parameters
@@ -50,18 +51,21 @@ RECIPES: Mapping[str, PrecisionRecipe] = MappingProxyType(
         FP8_BLOCKWISE: PrecisionRecipe(
             is_fp8=True,
             size_multiple=128,
+            end_multiple=16,
             token_multiple=128,
             products="e4m3 x e4m3, scales of 1 x 128 and 128 x 128, powers of two",
         ),
         FP8_CURRENT: PrecisionRecipe(
             is_fp8=True,
             size_multiple=16,
+            end_multiple=16,
             token_multiple=16,
             products="e4m3 forward, e5m2 gradients, a scale a tensor",
         ),
         FP8_DELAYED: PrecisionRecipe(
             is_fp8=True,
             size_multiple=16,
+            end_multiple=16,
             token_multiple=16,
             has_state=True,
             products="e4m3 forward, e5m2 gradients, a scale a tensor of earlier steps",
@@ -111,15 +115,13 @@ def padded_tokens(num_tokens: int, tensor: int, context: int, sequence_parallel:
 
 
 @dataclass(frozen=True)
-class LinearSizes:
-    """Sizes of a decoder's linear layers; 0 for one that no layer has."""
+class LinearSize:
+    """A size of a linear layer's weight."""
 
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int  # size of a dense MLP
-    expert_intermediate_size: int = 0  # size of one expert
+    what: str
+    size: int  # of the whole model
+    axis: str = ""  # "tensor" or "expert_tensor": the ranks that cut it evenly; "": whole on every rank
+    ends_inside: bool = False  # rows whose last block may be smaller than the others
 
 
 @dataclass(frozen=True)
@@ -136,30 +138,17 @@ class Misfit:
 
 
 def misfits(
-    recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int = 1, section: str = "parallel"
+    recipe: str, sizes: Iterable[LinearSize], tensor: int, expert_tensor: int = 1, section: str = "parallel"
 ) -> list[Misfit]:
-    """Return the sizes of weights on a tensor rank that do not fit the recipe, given even cuts; experts are cut over
-    `expert_tensor` ranks. `section`: the configuration's name of the layout."""
-    multiple = RECIPES[recipe].size_multiple
-    whole = Misfit("hidden_size", sizes.hidden_size, multiple)
-    cut = [_cut(what, size, multiple, "tensor", f"{section}.tp_size", tensor) for what, size in _cut_sizes(sizes)]
-    inner = sizes.expert_intermediate_size
-    experts = _cut("moe_intermediate_size", inner, multiple, "expert_tensor", "parallel.etp_size", expert_tensor)
-    return [one for one in (whole, *cut, experts) if one.size % multiple]
-
-
-def _cut(what: str, size: int, multiple: int, axis: str, path: str, ranks: int) -> Misfit:
-    if ranks == 1:
-        return Misfit(what, size, multiple)
-    return Misfit(f"{what} / {path} ({ranks})", size // ranks, multiple, axis)
-
-
-def _cut_sizes(sizes: LinearSizes) -> Iterator[tuple[str, int]]:
-    """Yield name and size of each dim that tensor ranks divide."""
-    heads, groups, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-    yield (
-        f"QKV rows, (num_attention_heads {heads} + 2 num_key_value_heads {groups}) x head_dim {dim}",
-        (heads + 2 * groups) * dim,
-    )
-    yield f"attention outputs, num_attention_heads {heads} x head_dim {dim}", heads * dim
-    yield "intermediate_size", sizes.intermediate_size
+    """Return the sizes of weights on a tensor rank that do not fit the recipe. `section`: the configuration's name of the
+    layout."""
+    cuts = {"tensor": (f"{section}.tp_size", tensor), "expert_tensor": ("parallel.etp_size", expert_tensor)}
+    found = []
+    for one in sizes:
+        multiple = RECIPES[recipe].end_multiple if one.ends_inside else RECIPES[recipe].size_multiple
+        path, ranks = cuts.get(one.axis, ("", 1))
+        if ranks == 1:
+            found.append(Misfit(one.what, one.size, multiple))
+        else:
+            found.append(Misfit(f"{one.what} / {path} ({ranks})", one.size // ranks, multiple, one.axis))
+    return [one for one in found if one.size % one.multiple]

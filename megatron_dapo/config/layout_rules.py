@@ -12,7 +12,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Rule
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.lora import chosen_targets
-from megatron_dapo.precision import RECIPES, LinearSizes, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
+from megatron_dapo.precision import RECIPES, PrecisionRecipe, micro_batch_multiple, misfits, token_multiple
 
 _OVERLAPS = 'megatron.get("tp_comm_overlap", False) or critic.megatron.get("tp_comm_overlap", False)'
 
@@ -330,16 +330,9 @@ def unfit_shapes(config: Config, architecture: ModelArchitecture, layout: str) -
     """Yield a violation for every weight whose size on a rank of the layout the FP8 recipe does not support."""
     recipe, tensor = config.precision.recipe, value_of(config, layout).tp_size
     expert_tensor = config.parallel.etp_size or tensor
-    if not RECIPES.get(recipe, PrecisionRecipe()).is_fp8 or min(tensor, expert_tensor) < 1:
+    if not RECIPES.get(recipe, PrecisionRecipe()).is_fp8 or min(tensor, expert_tensor) < 1 or architecture.linear_biases:
         return
-    sizes = LinearSizes(
-        architecture.hidden_size,
-        architecture.num_attention_heads,
-        architecture.num_key_value_heads,
-        architecture.head_dim,
-        architecture.intermediate_size if architecture.has_dense_layers else 0,
-        architecture.moe_intermediate_size if architecture.num_experts else 0,
-    )
+    sizes = architecture.linear_sizes()
     # A smaller parallel size is a fix only if the whole weights have supported sizes.
     fits_whole = not misfits(recipe, sizes, 1)
     # Without etp_size, experts are split like dense layers.

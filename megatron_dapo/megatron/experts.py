@@ -290,15 +290,13 @@ class BiasedExpertRowParallelLinear(MarkedBiases, RowParallelLinear):
 
 
 def experts_spec(
-    column: type[ColumnParallelLinear] = ColumnParallelLinear,
-    row: type[RowParallelLinear] = RowParallelLinear,
-    is_grouped: bool = False,
-    router: type[SoftmaxFirstRouter] = SoftmaxFirstRouter,
+    routed: MLPSubmodules, shared: MLPSubmodules, router: type[SoftmaxFirstRouter], is_grouped: bool = False
 ) -> ModuleSpec:
-    """Specify the replacement for an MLP: the router, this rank's experts and the shared one, made of the given linear classes,
-    named as in SequentialMLP or a grouped layer."""
-    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    experts = ModuleSpec(module=GroupedExperts if is_grouped else SequentialMLP, submodules=mlp)
+    """Specify the replacement for an MLP: the router, this rank's experts and the shared one, with their linear layers, named as
+    in SequentialMLP or a grouped layer."""
+    experts = ModuleSpec(module=GroupedExperts if is_grouped else SequentialMLP, submodules=routed)
     # Not built unless the configuration gives it a size.
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router))
+    submodules = MoESubmodules(
+        experts=experts, shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared), router=router
+    )
+    return ModuleSpec(module=MoELayer, submodules=submodules)

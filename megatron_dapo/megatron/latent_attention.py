@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_dapo.megatron.attention import PackedSequences, _Rotate
+from megatron_dapo.megatron.layers import fp8_product
 from megatron_dapo.megatron.rotary import inverse_frequencies, yarn_scale
 from megatron_dapo.models.blocks import Yarn
 
@@ -37,6 +38,14 @@ class DuplicatedLinear(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Map [..., input_size] to [..., output_size], and return the bias (None)."""
         return F.linear(hidden, self.weight), None
+
+
+class Fp8DuplicatedLinear(DuplicatedLinear):
+    """The same by an emulated FP8 product."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Map [tokens, 1, input_size], and return the bias (None)."""
+        return fp8_product(hidden, self.weight), None
 
 
 class PackedLatentAttention(Attention):

@@ -35,8 +35,9 @@ from megatron_dapo.megatron.experts import (
     experts_spec,
 )
 from megatron_dapo.megatron.gated_delta import GatedDeltaNet, GatedDeltaSubmodules
-from megatron_dapo.megatron.latent_attention import DuplicatedLinear, PackedLatentAttention
+from megatron_dapo.megatron.latent_attention import DuplicatedLinear, Fp8DuplicatedLinear, PackedLatentAttention
 from megatron_dapo.megatron.layers import (
+    Fp8ColumnParallelLinear,
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
     Fp8NormColumnParallelLinear,
@@ -54,25 +55,35 @@ logger = logging.getLogger(__name__)
 
 
 class LinearKinds(NamedTuple):
-    """Classes for a layer's linear layers: row-split with a norm, column-split, an expert's two, and column-split with
-    a norm of the output."""
+    """Classes for a layer's linear layers: row-split with a norm and without, column-split, an expert's two, column-split with
+    a norm of the output, and whole on every tensor rank."""
 
     column: type[NormColumnParallelLinear]
+    plain_column: type[ColumnParallelLinear]
     row: type[RowParallelLinear]
     expert_column: type[ColumnParallelLinear]
     expert_row: type[RowParallelLinear]
     row_and_norm: type[RowParallelLinear]
+    whole: type[DuplicatedLinear]
 
 
 IN_MODEL_TYPE = LinearKinds(
-    NormColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, RowParallelLinear, PostNormRowParallelLinear
+    NormColumnParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    PostNormRowParallelLinear,
+    DuplicatedLinear,
 )
 IN_FP8 = LinearKinds(
     Fp8NormColumnParallelLinear,
+    Fp8ColumnParallelLinear,
     Fp8RowParallelLinear,
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
     Fp8PostNormRowParallelLinear,
+    Fp8DuplicatedLinear,
 )
 
 
@@ -193,7 +204,9 @@ def own_layer_spec(
     gated delta net for the first three."""
     row = linear.row_and_norm if config.sandwich_norms else linear.row
     if experts:
-        mlp = experts_spec(linear.expert_column, linear.expert_row, config.moe_grouped_gemm, router_class(config))
+        routed = MLPSubmodules(linear_fc1=linear.expert_column, linear_fc2=linear.expert_row)
+        shared = MLPSubmodules(linear_fc1=linear.plain_column, linear_fc2=linear.row)
+        mlp = experts_spec(routed, shared, router_class(config), config.moe_grouped_gemm)
     else:
         mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=row))
     if delta:
@@ -229,10 +242,10 @@ def _own_attention(config: GPTConfig, linear: LinearKinds) -> ModuleSpec:
 def _own_latent_attention(linear: LinearKinds) -> ModuleSpec:
     """Specify multi-head latent attention. The norms of the compressed vectors are inside their expansions."""
     submodules = MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnParallelLinear,
-        linear_q_down_proj=DuplicatedLinear,
+        linear_q_proj=linear.plain_column,
+        linear_q_down_proj=linear.whole,
         linear_q_up_proj=linear.column,
-        linear_kv_down_proj=DuplicatedLinear,
+        linear_kv_down_proj=linear.whole,
         linear_kv_up_proj=linear.column,
         core_attention=PackedAttention,
         linear_proj=linear.row,

@@ -90,8 +90,8 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     return weight
 
 
-class Fp8NormColumnParallelLinear(NormColumnParallelLinear):
-    """A norm, a gather or copy to the tensor ranks, and an emulated FP8 product with this rank's rows."""
+class Fp8ColumnParallelLinear(ColumnParallelLinear):
+    """A gather or copy to the tensor ranks, and an emulated FP8 product with this rank's rows."""
 
     def _forward_impl(
         self,
@@ -107,7 +107,11 @@ class Fp8NormColumnParallelLinear(NormColumnParallelLinear):
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return _multiply(input, weight, bias)
+        return fp8_product(input, weight, bias)
+
+
+class Fp8NormColumnParallelLinear(NormColumnParallelLinear, Fp8ColumnParallelLinear):
+    """The same after a norm."""
 
 
 class Fp8RowParallelLinear(RowParallelLinear):
@@ -120,7 +124,7 @@ class Fp8RowParallelLinear(RowParallelLinear):
         bias: torch.Tensor | None,
         **unused: Any,
     ) -> torch.Tensor:
-        return _multiply(input, weight, bias)
+        return fp8_product(input, weight, bias)
 
 
 class Fp8PostNormRowParallelLinear(PostNorm, Fp8RowParallelLinear):
@@ -145,7 +149,7 @@ class Fp8ExpertRowParallelLinear(_ExpertProduct, RowParallelLinear):
     """Maps one expert's [tokens, this rank's columns] to [tokens, out]; the dispatcher sums the ranks' outputs."""
 
 
-def _multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Map [P, 1, in] to [P, 1, out]."""
+def fp8_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Map [P, 1, in] to [P, 1, out] by an emulated FP8 product."""
     output = blockwise_linear(hidden.flatten(0, 1), weight).unflatten(0, hidden.shape[:2])
     return output if bias is None else output + bias

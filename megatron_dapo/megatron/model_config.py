@@ -26,7 +26,7 @@ from megatron_dapo.megatron.rotary import attention_scale, yarn_factor
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.blocks import CLAMP, GroupedRouting, MixtureOfExperts
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.precision import RECIPES, LinearSizes, misfits
+from megatron_dapo.precision import RECIPES, misfits
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
@@ -114,7 +114,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         **_bias_fields(architecture, layout, settings),
         **_expert_fields(architecture, layout),
         **_window_fields(architecture),
-        **_delta_fields(architecture, layout, settings.precision),
+        **_delta_fields(architecture, layout),
         **_latent_fields(architecture, settings),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
@@ -204,15 +204,7 @@ def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, preci
     """Raise ValueError if a rank's weights or tokens are not the multiples that FP8 products need."""
     if not is_fp8(precision):
         return
-    recipe, experts = RECIPES[precision.recipe], architecture.experts
-    sizes = LinearSizes(
-        architecture.hidden_size,
-        architecture.num_attention_heads,
-        architecture.num_key_value_heads,
-        architecture.head_dim,
-        architecture.intermediate_size if architecture.has_dense_layers else 0,
-        experts.intermediate_size if experts is not None else 0,
-    )
+    recipe, sizes = RECIPES[precision.recipe], architecture.linear_sizes()
     found = misfits(precision.recipe, sizes, layout.tensor, layout.expert_tensor_size)
     if found:
         raise ValueError(f"precision: {precision.recipe} cannot compute: {'; '.join(map(str, found))}")
@@ -304,11 +296,8 @@ def _latent_fields(architecture: ModelArchitecture, settings: ModelSettings) -> 
     latent = architecture.latent
     if latent is None:
         return {}
-    if is_fp8(settings.precision) or settings.attention == "flash":
-        setting = "model.attention_implementation" if settings.attention == "flash" else "precision.recipe"
-        raise ValueError(
-            f'{setting}: latent attention is computed in the model\'s type with "auto" attention; remove it'
-        )
+    if settings.attention == "flash":
+        raise ValueError('model.attention_implementation: latent attention is computed with "auto" attention; remove it')
     fields = {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -359,18 +348,11 @@ def _window_fields(architecture: ModelArchitecture) -> dict[str, Any]:
     }
 
 
-def _delta_fields(
-    architecture: ModelArchitecture, layout: ParallelLayout, precision: PrecisionConfig
-) -> dict[str, Any]:
+def _delta_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> dict[str, Any]:
     delta = architecture.delta
     if delta is None:
         return {}
     check_heads(delta.key_heads, delta.value_heads, layout.tensor, layout.context)
-    if is_fp8(precision):
-        raise ValueError(
-            f"precision.recipe = {precision.recipe!r}: gated delta nets ({architecture.model_type}) compute in the "
-            'model\'s type only; set "bf16"'
-        )
     return {
         "linear_attention_freq": [int(layer in delta.layers) for layer in range(architecture.num_layers)],
         "linear_conv_kernel_dim": delta.kernel_size,

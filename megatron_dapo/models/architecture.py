@@ -20,6 +20,7 @@ from megatron_dapo.models.blocks import (
 from megatron_dapo.models.families import FAMILIES
 from megatron_dapo.models.family import Serving
 from megatron_dapo.models.placement import LayerPart
+from megatron_dapo.precision import LinearSize
 
 LANGUAGE_MODEL = "ForCausalLM"
 TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value for every token
@@ -120,6 +121,11 @@ class ModelArchitecture:
         for layer, parts in enumerate(self._parts):
             kinds.setdefault(parts, []).append(layer)
         return {parts: frozenset(layers) for parts, layers in kinds.items()}
+
+    def linear_sizes(self) -> list[LinearSize]:
+        """Return the sizes of the linear layers' weights, in the order of a forward pass, each once."""
+        sizes = (size for parts in self.kinds_of_layers for part in parts for size in part.linear_sizes())
+        return list(dict.fromkeys(sizes))
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.models.activations import Kept, TrainerCut
+from megatron_dapo.precision import LinearSize
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -138,6 +139,10 @@ class LayerPart(ABC):
     def weights_per_token(self) -> int:
         """Elements of the matrices that a token is multiplied by."""
         return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) == 2)
+
+    @abstractmethod
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        """Yield the sizes of the weights of linear layers that a precision recipe computes: not those of routers and gates."""
 
     @abstractmethod
     def kept(self, cut: TrainerCut) -> Kept:

@@ -24,6 +24,7 @@ from megatron_dapo.rounding import round_up
 # The log-prob head, the weight sync and the emulated layers share this rule: scales that are powers of two change no bit of
 # a value but its exponent, so quantizing a quantized value changes nothing.
 BLOCK = 128  # values along a row, and rows of a weight, that share a scale
+END = 16  # divides the rows of a smaller last block: Transformer Engine's products need that
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 
@@ -73,11 +74,18 @@ def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
 
 
 def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply [P, in] by [out, in] -> [P, out] in hidden's type. ValueError if P, in or out is no multiple of 128."""
-    for name, size in (("tokens", hidden.size(0)), ("inputs", weight.size(1)), ("outputs", weight.size(0))):
-        if size % BLOCK:
-            raise ValueError(f"FP8 in blocks: {size} {name} on this rank are no multiple of {BLOCK}")
-    return _BlockwiseLinear.apply(hidden, weight)
+    """Multiply [P, in] by [out, in] -> [P, out] in hidden's type. The last block of `out` may be smaller. ValueError if P or in
+    is no multiple of 128, or out of 16."""
+    num_outputs = weight.size(0)
+    sizes = (("tokens", hidden.size(0), BLOCK), ("inputs", weight.size(1), BLOCK), ("outputs", num_outputs, END))
+    for name, size, multiple in sizes:
+        if size % multiple:
+            raise ValueError(f"FP8 in blocks: {size} {name} on this rank are no multiple of {multiple}")
+    if not num_outputs % BLOCK:
+        return _BlockwiseLinear.apply(hidden, weight)
+    # Rows of zeros change no scale and no sum.
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % BLOCK))
+    return _BlockwiseLinear.apply(hidden, padded)[:, :num_outputs]
 
 
 def blockwise_linear_padded(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

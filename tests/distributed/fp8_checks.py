@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,12 @@ from actor_checks import (
     ragged_batch,
     resume_case,
 )
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.config.model_schema import PrecisionConfig
-from megatron_dapo.megatron import layers
+from megatron_dapo.megatron import model_config, trained_model
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.experts import SoftmaxFirstRouter
-from megatron_dapo.megatron.model import DeferredOutputLayer
+from megatron_dapo.megatron.experts import GroupedSigmoidRouter, SoftmaxFirstRouter
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops import fp8
@@ -82,15 +81,60 @@ GEMMA3 = {
     },
     "tie_word_embeddings": True,
 }
-FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS, "gemma3": GEMMA3}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+# Gated delta nets in all layers but one, whose last block of in_proj has 16 rows a tensor rank; an expert for every token.
+DELTA = {
+    **ROUTED,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 256,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,  # see `actor_checks.DELTA`
+    "rope_theta": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+# Keys and values are compressed by a matrix of 192 rows, whole on every rank; the first layer is dense.
+LATENT = {
+    **ROUTED,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "head_dim": None,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS, "gemma3": GEMMA3, "delta": DELTA, "latent": LATENT}
 
 
 def wide_model(**changes: Any) -> Reference:
     """Random weights without a transformers reference."""
     architecture = parse_architecture({**WIDE, **changes})
-    one = 0 if architecture.zero_centered_norms else 1  # Gemma 3 stores the difference from 1
     weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
-    weights |= {name: one + tensor for name, tensor in weights.items() if "norm" in name}
+    for name, tensor in weights.items():
+        # Some families store the difference from 1, except in gated delta nets.
+        if "norm" in name and (not architecture.zero_centered_norms or "linear_attn." in name):
+            weights[name] = 1 + tensor
     return Reference(architecture, weights, 0.0, {}, ())
 
 
@@ -121,13 +165,15 @@ def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Refer
     logprobs = tuple(
         out.logprobs[micro.loss_mask.bool()].double() for (_, micro), out in zip(mine, outputs, strict=True)
     )
-    return Reference(actor.architecture, {}, metrics["loss"], _whole(actor), logprobs), errors
+    return Reference(actor.architecture, {}, metrics["loss"], whole_gradients(actor), logprobs), errors
 
 
-def _whole(actor: MegatronActor) -> dict[str, torch.Tensor]:
+def whole_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Gradients of a model that one rank holds, by Hugging Face names."""
     found, gradients = {}, actor.gradients()
     for piece in actor.tensors.shards(0):
+        if piece.local not in gradients:  # of a parameter that is not trained
+            continue
         whole = found.setdefault(piece.tensor, torch.zeros(actor.tensors.tensors[piece.tensor].shape))
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
         here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
@@ -145,8 +191,8 @@ def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def against_exact_sums(arguments: dict[str, Any]) -> list[dict[str, dict[str, float]]]:
-    """Worker: errors of each layout against the replicated model whose products are summed in fp64; "fp64" with the
-    layout's own sums in fp64 as well, "fp32" as it is, but each product quantizes what the one in fp64 quantized."""
+    """Worker: errors of each layout against the replicated model in fp64; "fp64" in fp64 as well, "fp32" as it is, but each
+    product quantizes what the one in fp64 quantized."""
     want = wide_model(**FAMILIES[arguments["family"]])
     results = []
     for case in arguments["layouts"]:
@@ -154,9 +200,9 @@ def against_exact_sums(arguments: dict[str, Any]) -> list[dict[str, dict[str, fl
         # Padded alike: torch's attention sums over keys in another order when there is more padding after them.
         alone = ParallelLayout(layout.world_size, token_multiple=layout.micro_batch_alignment)
         operands = Operands()
-        with sums_in_fp64():
+        with computing_in_fp64():
             reference = _replicated(build_actor(want, alone, settings_of()))
-        with sums_in_fp64(operands):
+        with computing_in_fp64(operands):
             fp64 = measured(build_actor(want, layout, settings_of()), reference)[1]
         with operands.given():
             fp32 = measured(build_actor(want, layout, settings_of()), reference)[1]
@@ -174,26 +220,26 @@ class Operands:
     def __init__(self) -> None:
         self.inputs: list[torch.Tensor] = []
         self.gradients: dict[int, torch.Tensor] = {}
-        self.error = 0.0  # of an operand that was replaced, over the largest magnitude of its row
+        self.error = 0.0  # the largest of an operand that was replaced, over its largest magnitude
 
     def replace(self, own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return a copy of `given`, and note how far the values in its place were from it."""
         if given.numel():
-            largest = given.abs().amax(dim=1, keepdim=True)
-            self.error = max(self.error, float(((own - given).abs() / largest.clamp(min=1e-30)).max()))
+            largest = given.abs().max().clamp(min=1e-6)  # Some gradients are 0.
+            self.error = max(self.error, float((own - given).abs().max() / largest))
         return given.clone()
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Let the products of FP8 layers quantize these operands in place of their own."""
-        place, multiply = count(), fp8.blockwise_linear
+        place, multiply = count(), fp8._BlockwiseLinear.apply
 
-        def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def replaced(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             index = next(place)
             output = multiply(_Replace.apply(hidden, self, self.inputs[index], None), weight)
             return _Replace.apply(output, self, None, self.gradients.get(index)) if output.requires_grad else output
 
-        with _products(blockwise_linear):
+        with _products(replaced):
             yield
 
 
@@ -233,45 +279,25 @@ class _Fp64Product(torch.autograd.Function):
 
 @contextmanager
 def _products(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace the product of FP8 layers, those of experts included."""
-    with patch.object(layers, "blockwise_linear", multiply), patch.object(fp8, "blockwise_linear", multiply):
+    """Replace the emulated product of FP8 layers."""
+    with patch.object(fp8, "_BlockwiseLinear", SimpleNamespace(apply=multiply)):
         yield
 
 
 @contextmanager
-def sums_in_fp64(operands: Operands | None = None) -> Iterator[None]:
-    """Sum the products of FP8 layers, of layers with experts and of the log-prob head in fp64, also over tensor ranks; all else
-    stays in fp32. `operands` notes what is quantized."""
-    column, row, head = layers.Fp8NormColumnParallelLinear, layers.Fp8RowParallelLinear, DeferredOutputLayer
-    of_column, of_row, of_head = column._forward_impl, row.forward, head.forward
-    of_mixture, of_router = MoELayer.forward, SoftmaxFirstRouter.scores
+def computing_in_fp64(operands: Operands | None = None) -> Iterator[None]:
+    """Let models of float32 compute in fp64. `operands` notes what FP8 layers quantize."""
     noted = operands or Operands()
-
-    def multiply(self: Any, input: torch.Tensor, **settings: Any) -> torch.Tensor:
-        return of_column(self, input=input.double(), **settings).float()
-
-    def multiply_and_sum(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = of_row(self, hidden)
-        return output.float(), bias
-
-    def enter_head(self: Any, hidden: torch.Tensor, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, None]:
-        return of_head(self, hidden.double(), *arguments, **settings)
-
-    def enter_mixture(self: Any, hidden: torch.Tensor, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, None]:
-        output, bias = of_mixture(self, hidden.double(), *arguments, **settings)
-        return output.float(), bias
-
-    def route(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        with patch.object(torch.nn.functional, "linear", lambda x, weight: x.double() @ weight.double().t()):
-            return of_router(self, hidden).double()  # The type in which tensor ranks' outputs are summed.
-
     with ExitStack() as replaced:
         replaced.enter_context(_products(lambda hidden, weight: _Fp64Product.apply(hidden, weight, noted)))
-        replaced.enter_context(patch.object(column, "_forward_impl", multiply))
-        replaced.enter_context(patch.object(row, "forward", multiply_and_sum))
-        replaced.enter_context(patch.object(head, "forward", enter_head))
-        replaced.enter_context(patch.object(MoELayer, "forward", enter_mixture))
-        replaced.enter_context(patch.object(SoftmaxFirstRouter, "scores", route))
+        for module in (model_config, trained_model):
+            replaced.enter_context(patch.object(module, "DTYPES", {"float32": torch.float64}))
+        # Scores have the type in which tensor ranks' outputs are summed.
+        replaced.enter_context(patch.object(SoftmaxFirstRouter, "scores", lambda self, x: (x @ self.weight.t()).softmax(-1)))
+        replaced.enter_context(patch.object(GroupedSigmoidRouter, "scores", lambda self, x: (x @ self.weight.t()).sigmoid()))
+        # megatron-core has no optimizer of such parameters.
+        replaced.enter_context(patch.object(trained_model, "build_optimizer", MagicMock()))
+        replaced.enter_context(patch.object(trained_model, "set_main_params"))
         yield
 
 

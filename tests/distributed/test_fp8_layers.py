@@ -1,4 +1,4 @@
-"""Emulated FP8 on two ranks: what a layout may change, and an exact resume; dense models, Gemma 3, models with experts."""
+"""Emulated FP8 on two ranks: what a layout may change, and an exact resume, of the families of `fp8_checks`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from launcher import run_distributed
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+# Tensor ranks share an expert, or have different ones.
+SHARED_EXPERTS = [SEQUENCE, {**SEQUENCE, "expert": 2, "expert_tensor": 1}]
 TENSOR = {
-    "dense": [{"tensor": 2}, SEQUENCE],
-    "gemma3": [{"tensor": 2}, SEQUENCE],
-    "experts": [SEQUENCE, {**SEQUENCE, "expert": 2, "expert_tensor": 1}],
+    **dict.fromkeys(("dense", "gemma3"), [{"tensor": 2}, SEQUENCE]),
+    **dict.fromkeys(("experts", "delta", "latent"), SHARED_EXPERTS),
 }
 SAME_SUMS, OTHER_BLOCKS = 1e-5, 3e-2
 # The largest error of a parameter's gradient. Context parallelism puts other tokens into the blocks in which weight gradients
@@ -20,6 +21,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], float]]] = {
     "dense": [({"pipeline": 2}, SAME_SUMS), ({"context": 2}, OTHER_BLOCKS)],
     "gemma3": [({"pipeline": 2}, SAME_SUMS), ({"context": 2}, OTHER_BLOCKS)],
     "experts": [({"pipeline": 2}, SAME_SUMS), ({"expert": 2}, SAME_SUMS), ({"context": 2, "expert": 2}, OTHER_BLOCKS)],
+    **dict.fromkeys(("delta", "latent"), [({"pipeline": 2}, SAME_SUMS), ({"expert": 2}, SAME_SUMS)]),
 }
 RESUMED: dict[str, list[dict[str, Any]]] = {
     "dense": [
@@ -34,10 +36,12 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-FAMILIES = ["dense", "experts", pytest.param("gemma3", marks=pytest.mark.long)]
+def families(*quick: str) -> list[Any]:
+    """Return all families, those that are not `quick` for `make test-all`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families("dense", "experts"))
 def test_layouts_agree(family: str) -> None:
     """Blocks of weights are the same on every layout."""
     layouts = [layout for layout, _ in LAYOUTS[family]]
@@ -47,7 +51,7 @@ def test_layouts_agree(family: str) -> None:
         assert errors["gradient"] < allowed, (layout, errors)
 
 
-@pytest.mark.parametrize("family", ["dense", *(pytest.param(one, marks=pytest.mark.long) for one in ("experts", "gemma3"))])
+@pytest.mark.parametrize("family", families("dense"))
 def test_tensor_ranks_differ_by_the_order_of_sums_alone(family: str) -> None:
     """The products of the same FP8 operands, summed in fp64, are the same on every tensor layout. In fp32 they are, too, if the
     operands next to a tie of e4m3 fall to the same side, which depends on the CPU."""
@@ -55,7 +59,8 @@ def test_tensor_ranks_differ_by_the_order_of_sums_alone(family: str) -> None:
     for layout, errors in zip(TENSOR[family], results, strict=True):
         assert errors["fp64"]["logprob"] < 1e-12 and errors["fp64"]["loss"] < 1e-12, (layout, errors)
         assert errors["fp64"]["gradient"] < 1e-6, (layout, errors)  # gradients themselves are fp32
-        assert max(errors["fp32"].values()) < SAME_SUMS, (layout, errors)
+        assert max(errors["fp32"][name] for name in ("logprob", "loss", "gradient")) < SAME_SUMS, (layout, errors)
+        assert errors["fp32"]["operand"] < 1e-4, (layout, errors)
 
 
 @pytest.mark.long

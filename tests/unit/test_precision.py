@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.models.parts.attention import GroupedQueryAttention
+from megatron_dapo.models.parts.mlp import GatedMlp
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import (
     RECIPES,
-    LinearSizes,
+    LinearSize,
     micro_batch_multiple,
     misfits,
     padded_tokens,
@@ -18,8 +20,15 @@ from megatron_dapo.precision import (
 )
 from tests.examples import examples
 
-QWEN_7B = LinearSizes(3584, 28, 4, 128, 18944)
-QWEN_HALF_B = LinearSizes(896, 14, 2, 64, 4864)
+
+def sizes_of(hidden: int, heads: int, groups: int, head_dim: int, inner: int) -> list[LinearSize]:
+    """Sizes of grouped-query attention and of a gated MLP."""
+    parts = GroupedQueryAttention(hidden, heads, groups, head_dim), GatedMlp(hidden, inner)
+    return list(dict.fromkeys(size for part in parts for size in part.linear_sizes()))
+
+
+QWEN_7B = sizes_of(3584, 28, 4, 128, 18944)
+QWEN_HALF_B = sizes_of(896, 14, 2, 64, 4864)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +110,12 @@ def test_every_rank_s_own_tokens_are_aligned(
             ],
         ),
         ("fp8_current", QWEN_HALF_B, 2, []),
-        ("fp8_delayed", LinearSizes(72, 4, 2, 18, 96), 1, ["hidden_size = 72 is no multiple of 16"]),
-        ("bf16", LinearSizes(71, 1, 1, 71, 97), 1, []),
+        ("fp8_delayed", sizes_of(72, 4, 2, 18, 96), 1, ["hidden_size = 72 is no multiple of 16"]),
+        ("bf16", sizes_of(71, 1, 1, 71, 97), 1, []),
     ],
 )
 def test_shapes_that_do_not_fit_are_named_with_size_and_multiple(
-    recipe: str, sizes: LinearSizes, tensor: int, words: list[str]
+    recipe: str, sizes: list[LinearSize], tensor: int, words: list[str]
 ) -> None:
     found = [str(one) for one in misfits(recipe, sizes, tensor)]
     assert found[: len(words)] == words and bool(found) == bool(words)

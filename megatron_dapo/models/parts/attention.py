@@ -16,6 +16,7 @@ from megatron_dapo.models.placement import (
     Stack,
     Whole,
 )
+from megatron_dapo.precision import LinearSize
 from megatron_dapo.rounding import round_up
 
 _PROJECTIONS = "self_attn.{}_proj.{}"
@@ -67,6 +68,14 @@ class GroupedQueryAttention(LayerPart):
         yield CutColumns("self_attention.linear_proj.weight", self._output(self.heads))
         if self.post_norm:
             yield Whole("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight")
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        heads, groups, size = self.heads, self.groups, self.head_dim
+        yield LinearSize("hidden_size", self.hidden)
+        queries = f"num_attention_heads {heads}" if self._projected == 1 else f"{self._projected} num_attention_heads {heads}"
+        what = f"QKV rows, ({queries} + 2 num_key_value_heads {groups}) x head_dim {size}"
+        yield LinearSize(what, (self._projected * heads + 2 * groups) * size, "tensor")
+        yield LinearSize(f"attention outputs, num_attention_heads {heads} x head_dim {size}", heads * size, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         """Yield buffers. qkv_proj has a rank's query heads, then its key heads, then its value heads."""

@@ -26,6 +26,7 @@ from megatron_dapo.models.placement import (
     StackedExperts,
     Whole,
 )
+from megatron_dapo.precision import LinearSize
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,9 @@ class BiasedExperts(LayerPart):
         bias = Whole("linear_fc2.bias", _DOWN + _BIAS)
         experts = "mlp.experts.local_experts.{}.", "mlp.experts.{}."
         yield PerExpert(self.num_experts, *experts, (*gate_up, down, bias))
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        yield from ()  # Experts with biases are computed in the model's type.
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         yield StackedExperts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dapo.models.activations import FP32, INDEX, Kept, TrainerCut
 from megatron_dapo.models.parts.mlp import engine_gated, engine_inner, gated_shapes, megatron_gated
 from megatron_dapo.models.placement import EngineCut, LayerPart, PerExpert, Placement, StackedExperts, Whole
+from megatron_dapo.precision import LinearSize
 
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"  # fp32, and not trained
@@ -45,6 +46,12 @@ class RoutedExperts(LayerPart):
         yield PerExpert(self.num_experts, "mlp.experts.local_experts.{}.", "mlp.experts.{}.", gated)
         if self.shared:
             yield from megatron_gated(_SHARED, _SHARED, self.shared, _SHARED_FIELD)
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        yield LinearSize("hidden_size", self.hidden)
+        yield LinearSize("moe_intermediate_size", self.inner, "expert_tensor")
+        if self.shared:
+            yield LinearSize(_SHARED_FIELD, self.shared, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         yield Whole(_NORM, _NORM)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.models.activations import FP32, FP64, INDEX, Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
+from megatron_dapo.precision import LinearSize
 
 _NET = "linear_attn."
 DECAY = _NET + "A_log"  # fp32, as in SGLang and in Qwen3.5's published checkpoints
@@ -64,6 +65,17 @@ class GatedDeltaMixer(LayerPart):
         yield Stack("self_attention.conv1d.weight", self._by_head("conv1d"))
         yield Whole("self_attention.out_norm.weight", _NET + "norm.weight")
         yield CutColumns("self_attention.out_proj.weight", self._output())
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        keys, values = self._widths
+        width = f"linear_num_value_heads {self.value_heads} x linear_value_head_dim {self.value_dim}"
+        what = f"in_proj rows of queries, keys, values and gates, 2 x (linear_num_key_heads {self.key_heads} x linear_key_head_dim "
+        yield LinearSize("hidden_size", self.hidden)
+        yield LinearSize(f"{what}{self.key_dim} + {width})", 2 * (keys + values), "tensor")
+        # The last block of in_proj has only these.
+        rows = f"in_proj rows of beta and alpha, 2 linear_num_value_heads {self.value_heads}"
+        yield LinearSize(rows, 2 * self.value_heads, "tensor", ends_inside=True)
+        yield LinearSize(f"gated delta net outputs, {width}", values, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         """Yield buffers. in_proj_qkvz has a rank's queries, keys, values and gates; if the checkpoint's are fused, its rows."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dapo.models.activations import FP32, Kept, TrainerCut
 from megatron_dapo.models.blocks import LatentAttention
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
+from megatron_dapo.precision import LinearSize
 
 _ATTENTION = "self_attn.{}.weight"
 
@@ -47,6 +48,21 @@ class MultiHeadLatentAttention(LayerPart):
         yield Whole(prefix + "kv_up_proj.layer_norm_weight", _ATTENTION.format("kv_a_layernorm"))
         yield Stack(prefix + "kv_up_proj.weight", (self._key_value_heads,))
         yield CutColumns(prefix + "proj.weight", self._heads("o_proj", self.sizes.value_dim))
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        sizes, heads = self.sizes, f"num_attention_heads {self.heads} x "
+        yield LinearSize("hidden_size", self.hidden)
+        if sizes.query_rank is not None:
+            yield LinearSize("q_lora_rank", sizes.query_rank)
+        yield LinearSize("kv_lora_rank", sizes.key_value_rank)
+        compressed = f"kv_lora_rank {sizes.key_value_rank} + qk_rope_head_dim {sizes.rotary_dim}"
+        yield LinearSize(compressed, self._compressed, ends_inside=True)
+        for what, size in (
+            (f"(qk_nope_head_dim {sizes.content_dim} + qk_rope_head_dim {sizes.rotary_dim})", sizes.query_dim),
+            (f"(qk_nope_head_dim {sizes.content_dim} + v_head_dim {sizes.value_dim})", sizes.content_dim + sizes.value_dim),
+            (f"v_head_dim {sizes.value_dim}", sizes.value_dim),
+        ):
+            yield LinearSize(heads + what, self.heads * size, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         """Yield buffers. The two compressions are one matrix. What SGLang absorbs into queries and outputs is no parameter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.models.activations import Kept, TrainerCut
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Rows, Stack, Whole
+from megatron_dapo.precision import LinearSize
 from megatron_dapo.rounding import round_up
 
 CPU_INTERMEDIATE_MULTIPLE = 32  # SGLang pads intermediate sizes to a multiple of this times its ranks
@@ -30,6 +31,10 @@ class GatedMlp(LayerPart):
         yield from megatron_gated("mlp.", "mlp.", self.inner, "intermediate_size")
         if self.post_norm:
             yield Whole("mlp.linear_fc2.post_layernorm.weight", self.post_norm)
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        yield LinearSize("hidden_size", self.hidden)
+        yield LinearSize("intermediate_size", self.inner, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         yield Whole(self.norm, self.norm)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dapo.models.activations import Kept, TrainerCut
 from megatron_dapo.models.parts.mlp import engine_inner, gated_rows, gated_shapes, megatron_gated
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Stack, Whole
+from megatron_dapo.precision import LinearSize
 
 _EXPERT, _GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
 _FIELD = "shared_expert_intermediate_size"
@@ -26,6 +27,9 @@ class GatedSharedExpert(LayerPart):
     def megatron(self) -> Iterator[Placement]:
         yield Whole("mlp.shared_experts.gate_weight", _GATE)
         yield from megatron_gated("mlp.shared_experts.", _EXPERT, self.inner, _FIELD)
+
+    def linear_sizes(self) -> Iterator[LinearSize]:
+        yield LinearSize(_FIELD, self.inner, "tensor")
 
     def sglang(self, engine: EngineCut) -> Iterator[Placement]:
         gate, up, down = gated_rows(_EXPERT, engine_inner(self.inner, engine), _FIELD)

@@ -15,7 +15,7 @@ from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.plan import memory
 from megatron_dapo.plan.cluster import Cluster
-from megatron_dapo.precision import LinearSizes, misfits
+from megatron_dapo.precision import misfits
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,7 @@ def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:
     for name, billions in (("1.5b", 1.54), ("3b", 3.09)):
         a = step.architecture_of(name)
         assert a.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
-        sizes = LinearSizes(
-            a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size
-        )
-        assert not misfits("fp8_blockwise", sizes, 1)
+        assert not misfits("fp8_blockwise", a.linear_sizes(), 1)
 
 
 PRECISIONS = {

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_dapo.config import Config, validate
+from megatron_dapo.config.layout_rules import unfit_shapes
 from megatron_dapo.models.config_json import parse_architecture
 from tests.unit.config import architectures
 from tests.unit.config.small import make
+from tests.unit.models.test_deepseek import PUBLISHED as DEEPSEEK
+from tests.unit.models.test_glm import GLM
+from tests.unit.models.test_qwen3_next import QWEN3_NEXT
 
 SIZES = {
     "num_hidden_layers": 24,
@@ -119,6 +123,52 @@ def test_shapes_are_named_with_the_multiple(changes: dict[str, Any], overrides: 
     )
     assert found and {violation.path for violation in found} == {path}
     assert any(words in violation.formula for violation in found), [violation.formula for violation in found]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "tensor", "formulas"),
+    [
+        (DEEPSEEK, {}, 8, []),
+        (DEEPSEEK, {"kv_lora_rank": 500}, 1, ["kv_lora_rank % 128", "kv_lora_rank 500 + qk_rope_head_dim 64 % 16"]),
+        (DEEPSEEK, {"q_lora_rank": 1500}, 1, ["q_lora_rank % 128"]),
+        (DEEPSEEK, {"n_shared_experts": 3}, 16, []),
+        (
+            DEEPSEEK,
+            {"num_attention_heads": 12, "num_key_value_heads": 12},
+            4,
+            ["num_attention_heads 12 x (qk_nope_head_dim 128 + qk_rope_head_dim 64) / parallel.tp_size (4) % 128"],
+        ),
+        (GLM, {}, 4, []),
+        (GLM, {}, 8, ["n_shared_experts * moe_intermediate_size / parallel.tp_size (8) % 128"]),
+        (QWEN3_NEXT, {}, 4, []),
+        (
+            QWEN3_NEXT,
+            {},
+            8,
+            [
+                "in_proj rows of beta and alpha, 2 linear_num_value_heads 32 / parallel.tp_size (8) % 16",
+                "shared_expert_intermediate_size / parallel.tp_size (8) % 128",
+            ],
+        ),
+        (
+            QWEN3_NEXT,
+            {"linear_value_head_dim": 97},
+            1,
+            [
+                "in_proj rows of queries, keys, values and gates, 2 x (linear_num_key_heads 16 x linear_key_head_dim 128 + "
+                "linear_num_value_heads 32 x linear_value_head_dim 97) % 128",
+                "gated delta net outputs, linear_num_value_heads 32 x linear_value_head_dim 97 % 128",
+            ],
+        ),
+    ],
+)
+def test_shapes_of_latent_attention_delta_nets_and_shared_experts(
+    model: dict[str, Any], changes: dict[str, Any], tensor: int, formulas: list[str]
+) -> None:
+    """Of published models, which fit as far as docs/precision.md says, and with other sizes."""
+    config = of_recipe("fp8_blockwise", f"parallel.tp_size={tensor} parallel.sequence_parallel=true parallel.etp_size=1")
+    found = [one.formula for one in unfit_shapes(config, parse_architecture({**model, **changes}), "parallel")]
+    assert found == [f"{formula} == 0 for precision.recipe = fp8_blockwise" for formula in formulas]
 
 
 @pytest.mark.parametrize(

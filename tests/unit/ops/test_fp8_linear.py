@@ -4,28 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_bounds import rounding_bound
+from fp8_bounds import rounded, rounding_bound
 
 from megatron_dapo.ops.fp8 import blockwise_linear, blockwise_linear_padded, quantize_hidden, quantize_weight
-
-POSITIVE = sorted(
-    {m / 8 * 2.0**-6 for m in range(8)}
-    | {2.0 ** (e - 7) * (1 + m / 8) for e in range(1, 16) for m in range(8)} - {480.0}
-)
-
-
-def rounded(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """fp64, under one power of two for a block of rows x columns."""
-    grid = torch.tensor(POSITIVE, dtype=torch.float64)
-    out = torch.empty_like(values, dtype=torch.float64)
-    for top in range(0, values.size(0), rows):
-        for left in range(0, values.size(1), columns):
-            place = (slice(top, top + rows), slice(left, left + columns))
-            block = values[place].double()
-            scale = 2.0 ** torch.floor(torch.log2(448 / block.abs().max()))
-            near = (block.abs()[..., None] * scale - grid).abs().argmin(-1)
-            out[place] = block.sign() * grid[near] / scale
-    return out
 
 
 @pytest.fixture
@@ -91,12 +72,27 @@ def test_types_are_those_of_the_inputs(inputs) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
-    [((127, 128, 128), "127 tokens"), ((128, 64, 128), "64 inputs"), ((128, 128, 200), "200 outputs")],
+    [
+        ((127, 128, 128), "127 tokens on this rank are no multiple of 128"),
+        ((128, 64, 128), "64 inputs on this rank are no multiple of 128"),
+        ((128, 128, 200), "200 outputs on this rank are no multiple of 16"),
+    ],
 )
 def test_sizes_without_whole_blocks_are_errors_that_name_them(sizes: tuple[int, int, int], words: str) -> None:
     tokens, inputs, outputs = sizes
-    with pytest.raises(ValueError, match=f"{words} on this rank are no multiple of 128"):
+    with pytest.raises(ValueError, match=words):
         blockwise_linear(torch.ones(tokens, inputs), torch.ones(outputs, inputs))
+
+
+@pytest.mark.parametrize("num_outputs", [16, 192])
+def test_the_last_block_of_outputs_may_be_smaller(inputs, num_outputs: int) -> None:
+    hidden, (w, g) = inputs[0], (part.detach() for part in inputs[1:])
+    weight, gradient = w[:num_outputs].requires_grad_(), g[:, :num_outputs]
+    output, h = blockwise_linear(hidden, weight), hidden.detach()
+    output.backward(gradient)
+    close(output, rounded(h, 1, 128) @ rounded(weight.detach(), 128, 128).T)
+    close(hidden.grad, rounded(gradient, 1, 128) @ rounded(weight.detach(), 128, 128))
+    close(weight.grad, rounded(gradient, 128, 1).T @ rounded(h, 128, 1))
 
 
 def test_no_token() -> None:
