@@ -9,6 +9,7 @@ import critic_checks
 import torch.distributed as dist
 from actor_checks import TEMPERATURE, Reference, build_actor, loss_fn, ragged_batch
 
+from megatron_dapo.config.model_schema import LoraConfig
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
@@ -19,7 +20,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 def bytes_of_ranks(arguments: dict[str, Any]) -> list[list[dict[str, int]]]:
     """Return bytes of weights, gradients and optimizer on every rank, for each case {"model", "layout", "dtype"}; of a critic
-    if the case has "freeze"."""
+    if the case has "freeze", with adapters of rank "lora"."""
     return [[*_all_ranks(_bytes_of(case, arguments))] for case in arguments["cases"]]
 
 
@@ -28,6 +29,7 @@ def _bytes_of(case: dict[str, Any], arguments: dict[str, Any]) -> dict[str, int]
     common = {
         "model": ModelSettings(dtype=case["dtype"]),
         "use_distributed_optimizer": case.get("distributed", True),
+        "lora": LoraConfig(rank=case.get("lora", 0)),
         "freeze": case.get("freeze", ()),
     }
     # Adam makes its moments in the first step.
@@ -40,12 +42,12 @@ def _bytes_of(case: dict[str, Any], arguments: dict[str, Any]) -> dict[str, int]
     else:
         model = actor = build_actor(Reference.read(arguments["references"], case["model"]), layout, ActorSettings(**common))
         actor.train_step(micro_batches, loss_fn, TEMPERATURE, learning_rate=0.0)
-    parameters = model.named_local_parameters()
+    parameters = {**model.named_local_parameters(), **model.trained_parameters()}
     return {
         "stage": layout.coordinates(dist.get_rank()).pipeline,
         "weights": sum(parameter.nbytes for parameter in parameters.values()),
         "gradients": sum(each.main_grad.nbytes for each in parameters.values() if each.requires_grad),
-        "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors(parameters, model.optimizer)),
+        "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors(model.trained_parameters(), model.optimizer)),
     }
 
 

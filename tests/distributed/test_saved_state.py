@@ -86,6 +86,21 @@ CASES: list[dict[str, Any]] = [
         "source": {"layout": {"tensor": 4}},
         "target": {"layout": {"context": 2, "pipeline": 2}, "distributed": False},
     },
+    {
+        "long": True,
+        "model": "deepseek",
+        "lora": {"rank": 3},
+        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}},
+        "target": {"layout": {"pipeline": 2, "expert": 2}},
+        "dtype": "bfloat16",
+    },
+    {
+        "long": True,
+        "model": "qwen3-next",
+        "lora": {"rank": 3},
+        "source": {"layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}},
+        "target": {"layout": {"context": 2, "expert": 2}, "distributed": False},
+    },
 ]  # fmt: skip
 
 

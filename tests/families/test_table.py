@@ -300,11 +300,16 @@ def test_planned_bytes_are_those_of_every_rank(family: str, references_of: Any, 
     names = {"tensor": "tp_size", "pipeline": "pp_size", "context": "cp_size", "expert": "ep_size"}
     names |= {"virtual_pipeline": "vpp_size", "expert_tensor": "etp_size"}
     cases = [{"model": row.model, "layout": layout, "dtype": "bfloat16"} for layout in layouts(row)[:3]]
+    cases.append({**cases[0], "lora": 3})
     arguments = {"cases": cases, "references": references_of(row.model), "configs": ""}
     for case, ranks in zip(cases, run_distributed("memory_checks:bytes_of_ranks", 4, arguments), strict=True):
         parallel = {names.get(name, name): size for name, size in case["layout"].items()}
         config = config_from_dict(
-            {"model": {"path": "/m", "dtype": "bfloat16"}, "data": {"train_paths": ["/t"]}, "parallel": parallel}
+            {
+                "model": {"path": "/m", "dtype": "bfloat16", "lora": {"rank": case.get("lora", 0)}},
+                "data": {"train_paths": ["/t"]},
+                "parallel": parallel,
+            }
         )
         planned = [stage_memory(config, architecture, 4, rank["stage"]) for rank in ranks]
         assert [rank["weights"] for rank in ranks] == [memory.weights for memory in planned], case
