@@ -142,6 +142,11 @@ def test_listens_on_loopback_alone(server: SglangServer) -> None:
     assert all(socket.is_loopback for socket in sockets), sorted(sockets)
 
 
+def test_no_process_of_it_imports_sglang_again(server: SglangServer) -> None:
+    """On a CPU they are forked: one that is spawned has the command line of multiprocessing."""
+    assert not [pid for pid in server.pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def test_no_process_of_it_has_a_secret_of_the_starters_environment(server: SglangServer) -> None:
     for pid in server.pids():
         assert os.environ["WANDB_API_KEY"].encode() not in Path(f"/proc/{pid}/environ").read_bytes()

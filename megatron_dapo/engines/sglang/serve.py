@@ -4,13 +4,15 @@
 
 With --nnodes above 1 it is the part of a server on one of its nodes, and ends with the other parts (--lifeline-port).
 
-SGLang spawns its scheduler and detokenizer, and each of them imports this module again before it imports sglang: what
-must hold in every process of the engine is done where the module is run, not where it is imported as a library.
+With CUDA SGLang spawns its scheduler and detokenizer, and each of them imports this module again before it imports sglang: what
+must hold in every process of the engine is done where the module is run, not where it is imported as a library. On a CPU they
+are forked from the first process, which has imported everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +38,8 @@ def serve(arguments: Sequence[str]) -> None:
     key = read_key(ours.api_key_file)
     if ours.lifeline_port is not None:
         _end_with_other_parts(sglang_arguments, ours.lifeline_port, key, ours.scratch)
+    if cpu.is_needed():
+        _fork_processes()
     with heavy_imports():
         cpu.apply_to_sglang()
 
@@ -66,10 +70,22 @@ def _end_with_other_parts(sglang_arguments: Sequence[str], port: int, key: str, 
         lifeline.connect(ours.dist_init_addr.rpartition(":")[0].strip("[]"), port, key, end)
 
 
-if __name__ == "__mp_main__":
-    # SGLang asks for the same, but only after imports of many seconds.
-    end_with_parent()
+def _fork_processes() -> None:
+    """Let SGLang fork its processes, although it asks to spawn them: each would take some eight CPU seconds to import it
+    again. Not for CUDA, which a forked process cannot use."""
+    choose = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
+    os.register_at_fork(after_in_child=_begin_process)
+
+
+def _begin_process() -> None:
+    """Prepare a process that SGLang has started."""
+    end_with_parent()  # SGLang asks for the same, when it has spawned a process only after imports of many seconds
     restrict_stores()  # its ranks meet at the address that they are given: loopback, or the first node's
+
+
+if __name__ == "__mp_main__":
+    _begin_process()
     with heavy_imports():
         cpu.prepare_imports()
         cpu.apply_to_sglang()
