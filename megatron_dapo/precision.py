@@ -37,7 +37,7 @@ class PrecisionRecipe:
 
     is_fp8: bool = False
     size_multiple: int = 1  # required of both sizes of a linear layer's weight on a rank
-    end_multiple: int = 1  # required of rows whose last block may be smaller
+    end_multiple: int = 1  # divides rows whose last block may be smaller
     token_multiple: int = 1  # required of a rank's tokens in a micro-batch
     dtype: str = ""  # the model's type, if the recipe fixes it
     has_state: bool = False  # more state than the parameters

@@ -58,7 +58,7 @@ def num_supports(flat: np.ndarray | torch.Tensor) -> int:
 def support_table(flat: torch.Tensor) -> torch.Tensor:
     """Return [R, K] int32: each token's ids, then FILLER up to the largest support; only FILLER for the whole
     vocabulary."""
-    import torch  # for 1.3 s of CPU time, and the process that keeps servers needs none of it
+    import torch  # Takes 1.3 s, and the process that keeps servers needs none of it.
 
     is_last = flat < 0
     ends = is_last.nonzero()[:, 0]
