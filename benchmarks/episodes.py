@@ -20,8 +20,7 @@ With a server (SmolLM2-135M-Instruct): `engine_busy`: share of the time with at 
 which the server's scheduler runs or waits for a core; a turn is ready once the answer of its environment is here.
 `cached_share`: share of the tokens of contexts from the second turn on that the server had in its cache; `cached_share_with_update`
 with an update that empties it once half of the turns are sampled. `endpoint_vs_direct`: tokens a second of turns that programs
-ask the endpoint for / those of the same prompts submitted to the engine, with the server on the first half of the cores and all else on the
-others; with `--parts shared`, all on the same cores, `endpoint_vs_direct_on_shared_cores`. `agents_wait_ratio`: seconds that the program that waited
+ask the endpoint for / those of the same prompts submitted to the engine. `agents_wait_ratio`: seconds that the program that waited
 longest waited for its turns / those of the one that waited least.
 """
 

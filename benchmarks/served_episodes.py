@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,14 +167,8 @@ class Served:
 
 
 @contextmanager
-def served(size: ServedSize, python: Path, on_separate_cores: bool = False, **fields: Any) -> Iterator[Served]:
-    """Start a server of the model. `fields`: of its settings.
-
-    `on_separate_cores`: the server takes the first half of the cores, this process and what it starts later the others, so
-    that nothing takes computing time from the server, as if it ran on a GPU. One core is shared.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    middle = len(cores) // 2 if on_separate_cores else 0
+def served(size: ServedSize, python: Path, **fields: Any) -> Iterator[Served]:
+    """Start a server of the model. `fields`: of its settings."""
     inputs = read_model_inputs(size.model, trust_remote_code=False)
     template = prompt_template(DataConfig(), inputs.tokenizer, inputs.vocab_size)
     turns = TurnTemplate(template, inputs.stop_tokens.token_ids)
@@ -193,11 +187,7 @@ def served(size: ServedSize, python: Path, on_separate_cores: bool = False, **fi
                 **fields,
             },
         )
-        with ExitStack() as stack:
-            stack.callback(os.sched_setaffinity, 0, cores)
-            os.sched_setaffinity(0, cores[:middle] or cores)
-            [server] = stack.enter_context(started([settings]))
-            os.sched_setaffinity(0, cores[middle:])
+        with started([settings]) as (server,):
             client = CountingClient(server.url, read_key(server.key_file))
             client.update_weight_version(0)
             limits = SglangEngineSettings(client.max_length(), inputs.vocab_size, max_in_flight=size.in_flight)
@@ -209,18 +199,14 @@ def served(size: ServedSize, python: Path, on_separate_cores: bool = False, **fi
 def measure_served(size: ServedSize, python: Path, parts: Sequence[str]) -> dict[str, Any]:
     """Return the figures of a server."""
     result: dict[str, Any] = {"model": size.model.name}
-    if "turns" in parts:
-        with served(size, python) as one:
+    with served(size, python) as one:
+        if "turns" in parts:
             result |= play_turns(size, one)
             result["cached_share"] = one.client.cached_share()
             play_turns(size, one, size.updates)
             result["cached_share_with_update"] = one.client.cached_share()
-    if "endpoint" in parts:
-        with served(size, python, on_separate_cores=True) as one:
+        if "endpoint" in parts:
             result |= endpoint_against_direct(size, one)
-    if "shared" in parts:
-        with served(size, python) as one:
-            result["endpoint_vs_direct_on_shared_cores"] = endpoint_against_direct(size, one)["endpoint_vs_direct"]
     return {**result, "load": round(os.getloadavg()[0], 1)}
 
 
