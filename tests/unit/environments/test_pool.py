@@ -237,7 +237,7 @@ def test_siblings_of_a_late_episode_are_lost_at_their_next_turn(nothing_left, mo
 def test_an_episode_without_time_is_told_so_and_takes_no_other_down(nothing_left, monkeypatch):
     """episode_seconds is a limit of the episode: its worker goes on, and what it says later is dropped."""
     monkeypatch.setattr(pool_module, "_LATE_S", 0.1)
-    with WorkerPool(settings("Misbehaving", episode_seconds=0.3)) as pool:
+    with WorkerPool(settings("Misbehaving", episode_seconds=1.0)) as pool:
         pool.start("late", Task({"fault": "slow", "at": 1}, 1))
         pool.start("sibling", Task({}, 1))
         replies = pool.poll(BUSY_S)
@@ -245,7 +245,7 @@ def test_an_episode_without_time_is_told_so_and_takes_no_other_down(nothing_left
         pool.act("late", say("go"))
         late = next_reply(pool)
         assert (late.timed_out, late.lost, late.done, late.messages) == (True, "", False, ())
-        assert pool.poll(1.0) == []  # its step ends meanwhile
+        assert pool.poll(1.5) == []  # its step ends meanwhile
         pool.end("late")
         pool.act("sibling", say("go"))
         assert next_reply(pool).messages and not pool.counts["killed"]

@@ -178,7 +178,7 @@ FAULTS = {
     "hang": lambda: time.sleep(600),
     "grow": lambda: _HOARD.append(b"x" * (60 * 2**20)),
     "children": _grow_in_children,
-    "slow": lambda: time.sleep(0.8),
+    "slow": lambda: time.sleep(2.0),
     "daemon": _hang_with_daemon,
     "stop": _stop_everything,
     "fill": lambda: [print("x" * 10_000) for _ in range(100_000)] and time.sleep(600),
