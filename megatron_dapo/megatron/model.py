@@ -61,10 +61,13 @@ class DeferredOutputLayer(torch.nn.Module):
         # The hidden states leave the tensor-parallel region here: the head returns partial gradients on every tensor rank, and
         # the backward pass of these two sums them (and scatters them again under sequence parallelism).
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.group
-            ), None
-        return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        # GPTModel transposes what it gets, so gradients come back with another stride in dimension 1, which all layers below keep.
+        # torch multiplies such a tensor by a frozen weight (LoRA) token by token, with a copy of the weight for each. In the
+        # backward pass these two restore the stride.
+        return hidden.squeeze(1).unsqueeze(1), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from actor_checks import (
     ENTROPY_WEIGHT,
     TEMPERATURE,
@@ -22,6 +23,7 @@ from megatron_dapo.checkpoints.formats.saved_model import index_file, rank_file
 from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, PolicyBeforeAdapters
+from megatron_dapo.megatron.model import DeferredOutputLayer
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -133,6 +135,15 @@ def test_only_adapters_have_gradients_main_params_and_a_saved_state(references: 
     state = actor.saved_state.tensors()
     assert sum(each.numel() for key, each in state.items() if key.startswith("master/")) == numbers
     assert not [key for key in state if key.startswith("parameter/") and ".lora_" not in key]
+
+
+def test_gradients_of_the_hidden_states_have_the_strides_of_a_matrix() -> None:
+    """With others torch.matmul multiplies [tokens, 1, features] by a frozen weight as a batch, with a copy for each token."""
+    hidden, strides = torch.randn(5, 1, 8, requires_grad=True), list[tuple[int, ...]]()
+    hidden.register_hook(lambda gradient: strides.append(gradient.stride()))
+    output, _ = DeferredOutputLayer(None, sequence_parallel=False, group=dist.group.WORLD)(hidden)
+    (output.transpose(0, 1).contiguous() * torch.randn(1, 5, 8)).sum().backward()  # GPTModel transposes
+    assert strides == [(8, 8, 1)]
 
 
 def test_adapters_of_grouped_experts_are_refused_and_others_are_not(references: str) -> None:
