@@ -119,7 +119,7 @@ class LinearSize:
     """A size of a linear layer's weight."""
 
     what: str
-    size: int  # of the whole model
+    size: int  # unsharded
     axis: str = ""  # "tensor" or "expert_tensor": the ranks that cut it evenly; "": whole on every rank
     ends_inside: bool = False  # rows whose last block may be smaller than the others
 

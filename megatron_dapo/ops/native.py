@@ -20,7 +20,7 @@ from megatron_dapo.files.user_cache import user_cache
 logger = logging.getLogger(__name__)
 
 _COMPILE_S = 60.0
-_CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")  # of x86 and ARM
+_CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")  # x86 has the first three, ARM the others.
 
 
 def compiled(source: Path, *flags: str) -> ctypes.CDLL | None:

@@ -172,7 +172,7 @@ def whole_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Gradients of a model that one rank holds, by Hugging Face names."""
     found, gradients = {}, actor.gradients()
     for piece in actor.tensors.shards(0):
-        if piece.local not in gradients:  # of a parameter that is not trained
+        if piece.local not in gradients:  # Its parameter is frozen.
             continue
         whole = found.setdefault(piece.tensor, torch.zeros(actor.tensors.tensors[piece.tensor].shape))
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
@@ -231,7 +231,7 @@ class Operands:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Let the products of FP8 layers quantize these operands in place of their own."""
+        """Make the products of FP8 layers quantize these operands instead of those that the layers pass."""
         place, multiply = count(), fp8._BlockwiseLinear.apply
 
         def replaced(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
