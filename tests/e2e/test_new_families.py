@@ -15,6 +15,7 @@ from whole_runs import STEADY, lines_of, run_command, sets
 
 from benchmarks.options import RANDOM_WEIGHTS
 from megatron_dapo.telemetry.batch_dump import load_batch
+from tests.spread_weights import spread_weights
 from tools.prove_resume import QUICKSTART, write_recipe
 
 pytestmark = pytest.mark.long  # tests/families and tests/distributed have the parts
@@ -39,12 +40,7 @@ def save_model(directory: Path, name: str, dtype: str) -> Path:
     model_class = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**sizes, dtype=dtype, architectures=[model_class.__name__]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn_like(buffer))
+    spread_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(base / file, directory / file)

@@ -19,6 +19,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
+from tests.spread_weights import spread_weights
 from tools.prove_resume import write_recipe
 
 pytestmark = pytest.mark.long  # test_sglang_layout.py and tests/distributed hold layout and log-probs without a server
@@ -63,12 +64,7 @@ def save_model(directory: Path, **fields: Any) -> Path:
     """A DeepSeek-V3 with random float32 weights far from uniform, and a tensor that is not trained."""
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **fields}, dtype="float32"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn_like(buffer))
+    spread_weights(model)
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
     save_file({**load_file(file), NEXT: torch.randn(64, 128)}, file, metadata={"format": "pt"})
