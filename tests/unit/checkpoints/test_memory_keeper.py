@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -261,14 +262,14 @@ def test_strangers_get_and_put_nothing_over_tcp() -> None:
         with RemoteKeeper(node.copies.address, "another token") as remote, pytest.raises(ConnectionError):
             remote.ask(operation, copy)
     with socket.create_connection(node.copies.address.split(":")) as raw:
-        raw.sendall(b"x" * (1 << 20))
         raw.settimeout(5.0)
         received = b""
-        try:
+        # The keeper may close the connection before it has read everything.
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(b"x" * (1 << 20))
+        with contextlib.suppress(ConnectionError):
             while part := raw.recv(1 << 16):
                 received += part
-        except ConnectionError:
-            pass
         assert len(received) == 33, "a nonce and no answer"
     assert node.num_bytes() == 7 and node.read(1, entry) == b"content"
     node.close()
