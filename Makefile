@@ -40,7 +40,8 @@ SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_lm_head.py::test_triton_passes_the_same_cases_in_its_interpreter tests/unit/ops/test_fused_compile.py tests/unit/ops/test_fused_tuned.py tests/unit/ops/test_fused_checksum.py
-MODELOPT_TESTS := tests/unit/quantization
+EXTRA := triton modelopt smollm2 plots mypy
+EXTRA_TESTS := $(TRITON_TESTS) tests/unit/quantization $(patsubst %,tests/unit/%.py,tools/test_make_smollm2 ablation/test_report api/test_types)
 # `make test` runs these with the megatron-core of the CUDA lock (test-megatron), all others with that of the CPU lock.
 MEGATRON_TESTS := tests/unit/converters/test_torch_dist.py tests/unit/megatron/test_latent_attention.py $(patsubst %,tests/distributed/test_%.py,actor_parity actor_steps check_loss critic experts offload saved_state torch_dist)
 # Not in tests/distributed, but these start the same ranks.
@@ -58,7 +59,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # environment says not to: each of the hundreds of processes that tests start would compile the package again.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-lora quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-families test-extra test-megatron test-megatron-cpu test-triton test-modelopt test-smollm2 test-plots test-types test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
+.PHONY: ablate docs locks test-locks test-oldest smollm2-gpu quickstart quickstart-sglang quickstart-smollm2 quickstart-lora quickstart-calculator quickstart-guess quickstart-ppo quickstart-vapo quickstart-sao quickstart-tppo environments test test-unit test-families test-extra test-megatron test-megatron-cpu test-trackers test-processes test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu gpu-slot-a gpu-slot-b gpu-slot-c gpu-slot-agents smoke-gpu clean
 
 # torch comes first, by itself. Its CPU build lies on a separate index, and no other package may choose a build. On CUDA,
 # Transformer Engine's extension is compiled against the installed torch.
@@ -160,9 +161,6 @@ test-families: export MEGATRON_DAPO_EXAMPLES := all
 test-families: .venv .venv-sglang
 	$(call pytest,$@,$(BESIDE) tests/families tests/engine/test_sglang_layout.py tests/engine/test_families.py)
 
-test-triton: .venv .venv-triton
-	$(call pytest,$@,$(BESIDE) -m "not long" $(TRITON_TESTS),PYTHONPATH=.venv-triton)
-
 # Its directory precedes the trainer's packages in every process; tests/conftest.py and the ranks check that it is the one in use.
 # It imports Triton. Four ranks keep two cores busy, so one process starts them all.
 test-megatron: .venv $(MEGATRON_VENV) .venv-triton
@@ -170,18 +168,6 @@ test-megatron: .venv $(MEGATRON_VENV) .venv-triton
 
 test-megatron-cpu: .venv
 	$(call pytest,$@,-m "not long" $(MEGATRON_TESTS))
-
-test-modelopt: .venv .venv-modelopt
-	$(call pytest,$@,$(MODELOPT_TESTS),PYTHONPATH=.venv-modelopt)
-
-test-smollm2: .venv .venv-smollm2
-	$(call pytest,$@,tests/unit/tools/test_make_smollm2.py,PYTHONPATH=.venv-smollm2)
-
-test-plots: .venv .venv-plots
-	$(call pytest,$@,tests/unit/ablation/test_report.py,PYTHONPATH=.venv-plots)
-
-test-types: .venv .venv-mypy
-	$(call pytest,$@,tests/unit/api/test_types.py,PYTHONPATH=.venv-mypy)
 
 test-trackers: .venv .venv-trackers
 	$(call pytest,$@,tests/unit/telemetry/test_trackers.py)
@@ -208,8 +194,10 @@ test-oldest: .venv-oldest/.installed
 test-processes: .venv .venv-sglang .venv-modelopt .venv-mbridge .venv-smollm2
 	$(call pytest,$@,$(BESIDE) -m "not long" $(addprefix --ignore ,$(MEGATRON_TESTS)) tests/distributed $(RANK_TESTS) tests/engine tests/e2e tests/gpu)
 
-# What needs more than the trainer's environment: short parts, each with packages that no other needs.
-test-extra: test-triton test-modelopt test-smollm2 test-plots test-types docs
+# What needs more packages than the trainer has.
+EMPTY :=
+test-extra: .venv $(EXTRA:%=.venv-%) docs
+	$(call pytest,$@,$(BESIDE) -m "not long" $(EXTRA_TESTS),PYTHONPATH=$(subst $(EMPTY) ,:,$(EXTRA:%=.venv-%)))
 
 # The longest parts first, two at a time: each waits for processes and deadlines a good part of its time. The output of a part
 # comes when it ends, and what fails leaves the others run.
