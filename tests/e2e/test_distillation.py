@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import STEADY, lines_of, run_command, sets, train, trained_responses
+from whole_runs import STEADY, lines_of, train, trained_responses
 
 from megatron_dapo.proof.oracle import with_random_weights
 from megatron_dapo.telemetry.batch_dump import load_batch
@@ -224,18 +224,3 @@ def test_a_server_teaches_by_token(tmp_path: Path) -> None:
         log_p = response_log_softmax(wide.model, read, response)
         right = log_p.gather(1, sample.tokens[sample.prompt_length :, None].long())[:, 0] - sample.rollout_logprobs
         torch.testing.assert_close(sample.teacher_gains, right, atol=1e-4, rtol=1e-4)
-
-
-def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    wide = write_teacher(tmp_path / "wide", Path(__file__).parents[2] / "examples" / "quickstart" / "base_model")
-    document = json.loads((wide / "tokenizer.json").read_text())
-    vocabulary = document["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (wide / "tokenizer.json").write_text(json.dumps(document))
-    arguments = [str(recipe), "--output-dir", str(tmp_path / "run"), *sets(settings(tmp_path))]
-    outcome = run_command("train", *arguments, "--dry-run")
-    assert outcome.code != 0
-    named = [line for line in outcome.lines if "another tokenizer than the policy" in line]
-    assert len(named) == 1 and "wide" in named[0] and "2 of them not the same" in named[0], outcome.text

@@ -65,9 +65,3 @@ def test_the_run_ends_with_the_policys_stop_reason(vapo: Path, tmp_path: Path) -
     """The reported failure is the policy's, not that of the critic's processes, which wait for it."""
     outcome = train(vapo, tmp_path / "run", "tp2", OWN, "mismatch.step0_max_mean_abs=1e-12", *NO_EVALUATION)
     assert outcome.code == 1 and "MismatchError" in outcome.last and "1e-12" in outcome.last, outcome.last
-
-
-def test_a_critic_that_does_not_divide_its_processes_is_refused(vapo: Path, tmp_path: Path) -> None:
-    outcome = train(vapo, tmp_path / "run", "tp2", OWN, "critic.parallel.tp_size=2")
-    assert outcome.code == 2 and "set critic.parallel.num_processes = 2" in outcome.text, outcome.text
-    assert not (tmp_path / "run").exists()
