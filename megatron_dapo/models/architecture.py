@@ -106,6 +106,11 @@ class ModelArchitecture:
         """Properties of SGLang's class of the model."""
         return FAMILIES[self.model_type].serving
 
+    @property
+    def decoder_prefix(self) -> str:
+        """Prefix of the decoder's modules in the class that transformers' AutoModelForCausalLM makes of the model."""
+        return FAMILIES[self.model_type].decoder_prefix
+
     def parts(self, layer: int) -> tuple[LayerPart, ...]:
         """Return the parts of a layer, in the order of a forward pass."""
         return self._parts[layer]

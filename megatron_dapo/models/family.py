@@ -98,6 +98,7 @@ class Family:
     parts: Callable[[ModelArchitecture, int], tuple[LayerPart, ...]] = decoder_parts
     predicts_further: bool = False  # a checkpoint may have layers after the last one, which are exported unchanged
     carried: tuple[str, ...] = ()  # prefixes, after "model.", of tensors that are exported unchanged
+    decoder_prefix: str = "model."  # prefix of the decoder's modules in the class that transformers' AutoModelForCausalLM makes
     serving: Serving = Serving()
 
     def class_name(self, head: str) -> str:

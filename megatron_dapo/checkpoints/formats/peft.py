@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
 from megatron_dapo.models.architecture import ModelArchitecture
+from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
@@ -97,12 +99,19 @@ def base_fingerprint(directory: Path) -> str:
 def write_peft(
     target: Path, description: AdapterDescription, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]
 ) -> None:
-    """Write adapters as a directory that `peft.PeftModel.from_pretrained` reads. It appears complete or not at all."""
+    """Write adapters as a directory that `peft.PeftModel.from_pretrained` reads. It appears complete or not at all.
+
+    Tensors have the names of the class that AutoModelForCausalLM makes of the base, next to a vision tower as well.
+    """
+    config, prefix = description.peft_config(), read_architecture(description.base_path).decoder_prefix
+    if prefix != "model.":  # modules of these names are in the vision tower, too
+        config["target_modules"] = rf"{re.escape(prefix)}.*\.({'|'.join(map(re.escape, description.targets))})"
+    names = {name: PREFIX + prefix + name.removeprefix("model.") for name in specs}
     with atomic_directory(target) as directory:
-        (directory / CONFIG_FILE).write_text(json.dumps(description.peft_config(), indent=2) + "\n", encoding="utf-8")
-        writer = SafetensorsWriter(directory / TENSORS_FILE, {PREFIX + name: spec for name, spec in specs.items()})
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        writer = SafetensorsWriter(directory / TENSORS_FILE, {names[name]: spec for name, spec in specs.items()})
         for name in specs:
-            writer.write(PREFIX + name, read(name))
+            writer.write(names[name], read(name))
         writer.close()
 
 

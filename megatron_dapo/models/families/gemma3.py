@@ -142,6 +142,7 @@ FAMILIES = {
         *("Gemma3", "Gemma3ForConditionalGeneration"),
         language_model=_beside_vision,
         carried=VISION_TENSORS,
+        decoder_prefix="model.language_model.",
         serving=Serving("language_model.", whole_embedding=True),
     ),
 }
