@@ -21,7 +21,10 @@ LAYOUTS: dict[str, list[tuple[dict[str, Any], float]]] = {
     "dense": [({"pipeline": 2}, SAME_SUMS), ({"context": 2}, OTHER_BLOCKS)],
     "gemma3": [({"pipeline": 2}, SAME_SUMS), ({"context": 2}, OTHER_BLOCKS)],
     "experts": [({"pipeline": 2}, SAME_SUMS), ({"expert": 2}, SAME_SUMS), ({"context": 2, "expert": 2}, OTHER_BLOCKS)],
-    **dict.fromkeys(("delta", "latent"), [({"pipeline": 2}, SAME_SUMS), ({"expert": 2}, SAME_SUMS)]),
+    **dict.fromkeys(
+        ("delta", "latent"),
+        [({"pipeline": 2}, SAME_SUMS), ({"expert": 2}, SAME_SUMS), ({"context": 2}, OTHER_BLOCKS), ({"context": 2, "expert": 2}, OTHER_BLOCKS)],
+    ),
 }
 RESUMED: dict[str, list[dict[str, Any]]] = {
     "dense": [
@@ -33,6 +36,13 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
         {"layout": {"expert": 2}, "distributed": True, "dtype": "bfloat16"},
         {"layout": {**SEQUENCE, "expert": 2, "expert_tensor": 1}, "distributed": False},
     ],
+    **dict.fromkeys(
+        ("delta", "latent"),
+        [
+            {"layout": {**SEQUENCE, "expert": 2, "expert_tensor": 1}, "distributed": True, "dtype": "bfloat16"},
+            {"layout": {"context": 2, "expert": 2}, "distributed": False},
+        ],
+    ),
 }
 
 
