@@ -47,6 +47,7 @@ from megatron_dapo.engines.recurrent_states import RecurrentStates
 from megatron_dapo.engines.row_state import COLUMN, PREFIX_SLOT, TOKEN, RowState
 from megatron_dapo.engines.slot_cache import SlotCache
 from megatron_dapo.engines.transformers_decoder import TransformersDecoder
+from megatron_dapo.ops.bf16_products import prepare_bf16
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class EmbeddedEngine:
         config = config.get_text_config()  # the language part of a model with a vision tower
         check_config(config)
         self.settings = settings
+        prepare_bf16(settings.dtype, settings.device)
         self._window = window_of(config)
         self._model: PreTrainedModel = (
             lender._model if lender else empty_model(config, settings.dtype, settings.device)

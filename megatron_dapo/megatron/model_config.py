@@ -25,6 +25,7 @@ from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, pr
 from megatron_dapo.megatron.rotary import attention_scale, yarn_factor
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.blocks import CLAMP, GroupedRouting, MixtureOfExperts
+from megatron_dapo.ops.bf16_products import prepare_bf16
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, misfits
 
@@ -102,6 +103,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
+    prepare_bf16(dtype, "cuda" if cuda else "cpu")
     linear_backend(settings.precision, settings.dtype)
     _check_shapes(architecture, layout, settings.precision)
     if settings.attention == "flash":

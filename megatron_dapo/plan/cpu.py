@@ -1,7 +1,7 @@
 """Time and memory of a run on CPUs, estimated before it starts, and the refusal of one that would take days.
 
 Rates are those of a core, measured with SmolLM2-135M on cores with AVX512-BF16: 235 to 386 tokens/s in the embedded engine and
-130 to 170 in training (examples/smollm2). A core without it multiplies bfloat16 no faster than float32. Estimates are within
+130 to 170 in training (examples/smollm2). A core without it multiplies bfloat16 as float32 (ops/bf16_products.py). Estimates are within
 a factor of 2 to 3: enough to tell minutes from days.
 """
 

@@ -35,6 +35,7 @@ def is_shipped(example: str) -> Callable[[str, Path], bool]:
 
 # Benchmark and arguments -> what holds for the JSON that its tiny run prints.
 BENCHMARKS: dict[str, Check] = {
+    "bf16_products.py": lambda r: r["speedup"].keys() == {f"{layer}/{kind}" for layer, kinds in r["gflops"]["torch"].items() for kind in kinds},
     "rewards.py": lambda r: (
         0.2 < r["judge_concurrency_efficiency"] <= 1.0  # one answer after the other would be 1/16
         and r["hostile_escapes"] == r["hostile_hangs"] == 0
