@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import parser, show
+from benchmarks import options
 from megatron_dapo.config.process_limits import multiplies_bf16
 from megatron_dapo.ops.bf16_products import widen_bf16_products
 
@@ -45,7 +45,7 @@ def rates(shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype, rounds: i
 
 
 def main() -> None:
-    arguments = parser(__doc__, "small matrices").parse_args()
+    arguments = options.parser(__doc__, "small matrices").parse_args()
     shapes, rounds = (TINY, 2) if arguments.tiny else (SHAPES, 5)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def main() -> None:
     result["gflops"]["widened"] = rates(shapes, torch.bfloat16, rounds)
     own, torchs = result["gflops"]["widened"], result["gflops"]["torch"]
     speedups = {f"{layer}/{kind}": rate / torchs[layer][kind] for layer, kinds in own.items() for kind, rate in kinds.items()}
-    show({**result, "speedup": speedups}, arguments)
+    options.show({**result, "speedup": speedups}, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Products of bfloat16 on CPUs whose cores have no instructions for them.
 
-torch's kernels then take 4 to 145 times as long as those of float32 (benchmarks/bf16_products.py). Here operands are widened, and the product in float32 is
-rounded once, as the instructions do.
+torch's kernels then take 4 to 145 times as long as those of float32 (benchmarks/bf16_products.py). Here operands are widened, and the
+product in float32 is rounded once, as the instructions do.
 """
 
 from __future__ import annotations
