@@ -284,8 +284,8 @@ def test_the_declared_ways_out_are_accepted(overrides: str) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sets(st.sampled_from(range(len(BROKEN))), max_size=8))
 def test_all_violations_are_reported_together(chosen: set[int]) -> None:
-    # Rules of one section may lean on the same fields, and rollout and algorithm on each other: combine one of each.
-    together = {"rollout": "algorithm"}
+    # Rules of one section may lean on the same fields, and rollout, algorithm and sglang on each other: combine one of each.
+    together = {"rollout": "algorithm", "sglang": "algorithm"}
     combined, taken, expected = "", set(), set()
     for path, overrides in (BROKEN[index] for index in sorted(chosen)):
         sections = {together.get(name, name) for name in re.findall(r"(\w+)\.[\w.]+=", overrides)}
