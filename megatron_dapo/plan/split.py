@@ -82,6 +82,9 @@ class Proposal:
         return side if sides[side] > SAME * self.seconds.step else ""
 
 
+_SCORES = tuple(NormalDist().inv_cdf((index + 0.5) / NUM_LENGTHS) for index in range(NUM_LENGTHS))
+
+
 def measured_lengths(longest: int, mean: float, most: float, cut_share: float, num_responses: int, prompt: float) -> Lengths:
     """Return log-normal lengths with this mean, whose longest of `num_responses` has `most` tokens.
 
@@ -97,8 +100,9 @@ def measured_lengths(longest: int, mean: float, most: float, cut_share: float, n
         sigma = (low + high) / 2
         median = _median(mean, sigma, most)
         low, high = (sigma, high) if median * math.exp(sigma * score) < most else (low, sigma)
-    drawn = _drawn(_median(mean, high, most), high, most)
-    return Lengths((*(max(1, round(length)) for length in drawn[:-1]), round(most)), prompt)
+    median = _median(mean, high, most)
+    drawn = (min(most, median * math.exp(high * score)) for score in _SCORES[:-1])
+    return Lengths((*(max(1, round(length)) for length in drawn), round(most)), prompt)
 
 
 def _median(mean: float, sigma: float, most: float) -> float:
@@ -108,13 +112,6 @@ def _median(mean: float, sigma: float, most: float) -> float:
     # More and more of the longest are cut, until the rest are shorter than `most`.
     medians = ((total - most * (NUM_LENGTHS - uncut)) / sums[uncut - 1] for uncut in range(NUM_LENGTHS, 0, -1))
     return next(median for median, longest in zip(medians, reversed(spread)) if median * longest <= most)
-
-
-_SCORES = tuple(NormalDist().inv_cdf((index + 0.5) / NUM_LENGTHS) for index in range(NUM_LENGTHS))
-
-
-def _drawn(median: float, sigma: float, most: float) -> list[float]:
-    return [min(most, median * math.exp(sigma * score)) for score in _SCORES]
 
 
 def calibrated(
