@@ -181,20 +181,22 @@ def whole_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     return found
 
 
-def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Worker: errors of each layout against the replicated model in the same precision, under context parallelism in fp64: its sums
-    are of other orders, and values next to a tie of e4m3 would fall to the other side."""
+def layouts(arguments: dict[str, Any]) -> list[dict[str, dict[str, float]]]:
+    """Worker: errors of each layout against the replicated model, in "fp32" and, under context parallelism, also in "fp64": its sums
+    are of other orders, and values in fp32 that are next to a tie of e4m3 fall to either side."""
     want = wide_model(**FAMILIES[arguments["family"]])
+
+    def errors(case: dict[str, Any], reference: Reference) -> dict[str, float]:
+        return measured(build_actor(want, _layout(case), settings_of()), reference)[1]
+
     # Every rank holds a full replica and the whole batch: nothing is cut.
     reference = _replicated(build_actor(want, _layout({}), settings_of()))
-    results = []
-    for case in arguments["layouts"]:
-        if "context" not in case:
-            results.append(measured(build_actor(want, _layout(case), settings_of()), reference)[1])
-            continue
-        with computing_in_fp64():
-            exact = _replicated(build_actor(want, _layout({}), settings_of()))
-            results.append(measured(build_actor(want, _layout(case), settings_of()), exact)[1])
+    results = [{"fp32": errors(case, reference)} for case in arguments["layouts"]]
+    with computing_in_fp64():
+        exact = _replicated(build_actor(want, _layout({}), settings_of()))
+        for case, result in zip(arguments["layouts"], results, strict=True):
+            if "context" in case:
+                result["fp64"] = errors(case, exact)
     return results
 
 
