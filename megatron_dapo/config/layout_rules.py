@@ -201,6 +201,15 @@ PRECISION_RULES = (
         reason="a float32 weight is its own main param",
         path="precision.fp8_param",
     ),
+    *(
+        Rule(
+            'model.dtype == "bfloat16"',
+            f'set model.dtype = "bfloat16", or {path} = "auto"',
+            when=f'{path} == "{name}"',
+            path=path,
+        )
+        for path, name in (("model.logprob_implementation", "chunked_bf16"), ("model.attention_implementation", "flash"))
+    ),
 )
 
 _LORA = "model.lora.rank > 0"

@@ -46,7 +46,7 @@ def of_recipe(recipe: str, overrides: str = "") -> Config:
     [
         "",
         "precision.recipe=fp32",
-        "model.dtype=bfloat16 precision.recipe=bf16",
+        "model.dtype=bfloat16 precision.recipe=bf16 model.logprob_implementation=chunked_bf16",
         "precision.recipe=fp8_blockwise precision.num_layers_at_start_in_bf16=1",
         "model.dtype=bfloat16 precision.recipe=fp8_blockwise precision.num_layers_at_end_in_bf16=2 precision.fp8_param=true",
         "model.dtype=bfloat16 precision.recipe=fp8_delayed",
@@ -68,6 +68,8 @@ FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_
         ("bfloat16", "bf16", f"{LAST}=1", LAST, "= 0"),
         ("bfloat16", "", "precision.fp8_param=true", "precision.fp8_param", "= false"),
         ("float32", "fp8_current", "precision.fp8_param=true", "precision.fp8_param", "bfloat16"),
+        ("float32", "", "model.logprob_implementation=chunked_bf16", "model.logprob_implementation", "bfloat16"),
+        ("float32", "", "model.attention_implementation=flash", "model.attention_implementation", '"auto"'),
         ("bfloat16", "fp8_delayed", f"{FIRST}=1", "precision.recipe", "fp8_blockwise"),
         ("bfloat16", "fp8_blockwise", f"{FIRST}=-1", FIRST, ">= 0"),
         (
