@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from sync_simulation import World
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -29,7 +35,37 @@ from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.reshard.planner import plan
 from tools.prove_resume import QUICKSTART
 
+# Two layers, the second of experts in two groups.
+GROUPED = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+READ_BY_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+LATENT = {
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    # SGLang's attention on a CPU takes only this kind.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 256,
+    },
+}
 FAMILIES = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**GROUPED, **LATENT, **READ_BY_SGLANG}),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**GROUPED, "n_group": 1, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, {**GROUPED, "n_group": 1, **LATENT}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3_moe": (
@@ -107,7 +143,14 @@ ROUNDING = re.compile(r"server 0 serves quantized weights: mean \|d log-prob\| (
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Projections with the values they have in FP8; norms, biases, routers, embedding and head as they are."""
-    return {n: quantize_weight(w).widened() if n.endswith("_proj.weight") else w for n, w in weights.items()}
+    matrices = ("_proj.weight", "_proj_with_mqa.weight")
+    return {n: _in_blocks(w) if n.endswith(matrices) else w for n, w in weights.items()}
+
+
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of zeros fill the last block."""
+    rows = len(weight)
+    return quantize_weight(torch.nn.functional.pad(weight, (0, 0, 0, -rows % 128))).widened()[:rows]
 
 
 class Fp8World(World):

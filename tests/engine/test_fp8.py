@@ -21,12 +21,16 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 BUCKET_BYTES = 64 << 10
 # Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. The
-# trainer's tensor parallel size 4 cuts every block of a projection. The attention of Qwen2 and Gemma 3 has scales of a cache.
+# trainer's tensor parallel size 4 cuts every block of a projection. That of latent attention, Qwen2 and Gemma 3 has scales of a cache.
 CASES = {
     "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
     "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
     "experts on two ranks": ("qwen3_moe", 2, "float32", ParallelLayout(4, pipeline=2, expert=2), 2e-5),
     "local and global layers": ("gemma3_text", 1, "float32", ParallelLayout(4, tensor=4), 2e-5),
+    "latent attention, grouped experts": ("deepseek_v3", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True), 2e-5),
+    "latent attention on two ranks": ("deepseek_v3", 2, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
+    "grouped experts": ("glm4_moe", 2, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
+    "glm": ("glm4_moe_lite", 1, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
     "one rank, bfloat16": ("qwen3", 1, "bfloat16", ParallelLayout(4, tensor=2, pipeline=2), 0.1),
 }
 
@@ -49,6 +53,7 @@ class Fp8Server(SyncedServer):
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
 
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
 QUICK = ("one rank, bfloat16",)  # test_fp8_training.py has experts
 
 
@@ -80,7 +85,7 @@ def test_the_server_describes_its_quantized_parameters(setup):
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
     assert read_parameters(plain, described).quantized == expected_parameters(plain).quantized
-    has_cache_scales = setup.world.source.architecture.model_type in ("qwen2", "gemma3_text")
+    has_cache_scales = setup.world.source.architecture.model_type in ("qwen2", "gemma3_text", *LATENT_FAMILIES)
     assert any(name.endswith("k_scale") for name in described[0]) == has_cache_scales
     for specs, rank in zip(described, range(size), strict=True):
         assert specs == setup.world.layout.local_specs(rank)
@@ -106,14 +111,14 @@ class CorruptedScale(SharedMemoryTransport):
 
     def _announce(self, state, bucket) -> None:
         for write in self.plan.writes(bucket, self.rank):
-            if write.chunk.name.endswith("layers.0.self_attn.qkv_proj.weight" + SCALES) and bucket.engine_rank == 0:
+            if write.chunk.name.endswith("layers.0.self_attn.o_proj.weight" + SCALES) and bucket.engine_rank == 0:
                 state.memory.slots[0][bucket.index % 2][write.chunk.byte_offset] ^= 1
         super()._announce(state, bucket)
 
 
 def test_a_corrupted_scale_is_not_served(setup):
     report = setup.update(next(VERSIONS), 0.9, transport_of=CorruptedScale)
-    assert "1 of " in report.failures[0] and "qkv_proj.weight_scale_inv" in report.failures[0]
+    assert "1 of " in report.failures[0] and "o_proj.weight_scale_inv" in report.failures[0]
     assert setup.update(next(VERSIONS), 0.9).is_complete
     assert setup.mean_gap(0.9) < setup.tolerance
 

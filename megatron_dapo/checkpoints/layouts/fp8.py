@@ -28,9 +28,9 @@ from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 
 SCALES = "_scale_inv"  # suffix of the scales of a tensor or parameter, as checkpoints and SGLang name them
-# Some models (Qwen2, Llama) have two further scalars under FP8, for key-value caches in FP8. Here caches have the
-# model's type, so nothing reads the scalars; they are 1, as after loading a checkpoint without them.
-KV_SCALES = (".attn.k_scale", ".attn.v_scale")
+# Some models (Qwen2, Llama, DeepSeek-V3) have two further scalars an attention under FP8, for key-value caches in FP8. Here
+# caches have the model's type, so nothing reads the scalars; they are 1, as after loading a checkpoint without them.
+KV_SCALES = tuple(f".{attention}.{scale}" for attention in ("attn", "attn_mha", "attn_mqa") for scale in ("k_scale", "v_scale"))
 KV_SCALE_VALUE = 1.0
 
 _SCALE_DTYPE = torch.float32

@@ -17,6 +17,7 @@ import torch
 def apply_to_sglang() -> None:
     """Let `Fp8LinearMethod` and `Fp8MoEMethod` run without AMX (imports sglang)."""
     from sglang.srt.layers.quantization import fp8
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
     # In place of SGLang's choice among kernels of GPUs; later versions tell the size of blocks.
     fp8.dispatch_w8a8_block_fp8_linear = lambda **conditions: block_linear
@@ -25,6 +26,8 @@ def apply_to_sglang() -> None:
     fp8.Fp8MoEMethod.apply = _apply_experts
     # A product of float32 activations is as good as one of 16 bits here, and can be compared more closely.
     fp8.Fp8Config.get_supported_act_dtypes = classmethod(lambda config: [torch.bfloat16, torch.half, torch.float32])
+    # As on a GPU, latent attention absorbs the values of the blocks, not of e4m3 with one scale a matrix.
+    deepseek_weight_loader.block_quant_to_tensor_quant = _block_values
 
 
 def block_linear(
@@ -45,6 +48,13 @@ def widened(weight: torch.Tensor, block_size: list[int], scales: torch.Tensor) -
     rows, columns = weight.shape[-2:]
     scales = scales.repeat_interleave(block_size[0], -2)[..., :rows, :].repeat_interleave(block_size[1], -1)
     return weight.float() * scales[..., :columns]
+
+
+def _block_values(
+    weight: torch.Tensor, scales: torch.Tensor, block_size: list[int]
+) -> tuple[torch.Tensor, None]:
+    """The default type is the model's while it is loaded; later values are copied to those of its type."""
+    return widened(weight, block_size, scales).to(torch.get_default_dtype()), None
 
 
 def _keep_blocks(method: Any, layer: torch.nn.Module) -> None:
