@@ -41,7 +41,7 @@ class Fp8Weights(ComputedBuffers):
         self._rank = rank
         self._parameters = parameters
         self._touched = layout.touched(rank)
-        self._shards: dict[str, list[Shard]] = {}  # quantized buffer -> its shards
+        self._shards: dict[str, list[Shard]] = {}  # buffer -> its quantized shards
         for shard in layout.trainer.shards(rank):
             if shard.tensor in layout.quantized:
                 self._shards.setdefault(shard.local, []).append(shard)
@@ -49,6 +49,7 @@ class Fp8Weights(ComputedBuffers):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._shards:
+            # Rows of tensors that stay as they are have no e4m3 values: a delta net's beta and alpha.
             values = torch.zeros_like(self._parameters[name], dtype=E4M3)
             for shard in self._shards[name]:
                 shard_view(values, shard).copy_(self.chunk(shard, shard.bounds))
@@ -69,9 +70,11 @@ class Fp8Weights(ComputedBuffers):
 
     def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
         """Return global slice `bounds` of `shard` as it is sent."""
-        if shard.local not in self._shards:
+        if shard.local not in self._parameters:
             return shard_view(self[shard.local], shard, bounds)
         values = shard_view(self._parameters[shard.local], shard, bounds)
+        if shard.tensor not in self.layout.quantized:
+            return values
         quantized = torch.empty(values.shape, dtype=E4M3, device=values.device)
         for rows, factors in self._factors(shard.tensor, bounds, values.device):
             _times(values[rows], factors, bounds.offset[1], quantized[rows])

@@ -13,7 +13,6 @@ from megatron_dapo.config.section import Rule
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.lora import chosen_targets
 from megatron_dapo.precision import (
-    FP8_BLOCKWISE,
     RECIPES,
     PrecisionRecipe,
     micro_batch_multiple,
@@ -339,19 +338,6 @@ def uncut_biases(config: Config, architecture: ModelArchitecture, layout: str) -
         yield UnusableInput("precision.recipe", f"{name}: biases of experts are not computed in FP8", "remove it")
     if config.sglang.quantization != "none":
         reason = f"{name}: its experts are not served in FP8"
-        yield UnusableInput("sglang.quantization", reason, 'set sglang.quantization = "none"')
-
-
-def unserved_gates(config: Config, architecture: ModelArchitecture) -> Iterator[Violation]:
-    """Yield a violation for gated delta nets that SGLang cannot hold in FP8: it quantizes the rows of beta and alpha apart."""
-    if architecture.delta is None or config.rollout.engine != "sglang" or config.sglang.quantization == "none":
-        return
-    heads, multiple = architecture.delta.value_heads, RECIPES[FP8_BLOCKWISE].size_multiple
-    if heads % (config.sglang.tp_size * multiple):
-        reason = (
-            f"SGLang quantizes a gated delta net's rows of beta and of alpha, linear_num_value_heads {heads} / sglang.tp_size "
-            f"({config.sglang.tp_size}), in blocks of {multiple}, which do not divide them"
-        )
         yield UnusableInput("sglang.quantization", reason, 'set sglang.quantization = "none"')
 
 

@@ -30,7 +30,6 @@ from megatron_dapo.config.layout_rules import (
     missing_targets,
     uncut_biases,
     unfit_shapes,
-    unserved_gates,
     world_rules,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
@@ -85,7 +84,6 @@ def validate(
         violations += broken(rules, config, sizes, outside.keys())
         violations += unfit_shapes(config, architecture, POLICY)
         violations += uncut_biases(config, architecture, POLICY)
-        violations += unserved_gates(config, architecture)
         violations += missing_targets(config, architecture)
     # No process is left for the policy, so checking the critic's layout would report violations for an impossible
     # world.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sync_simulation import World
+from test_sglang_layout import SGLANG_FIELDS, YARN
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -24,8 +25,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
@@ -45,34 +50,32 @@ GROUPED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-READ_BY_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 LATENT = {
     "q_lora_rank": 256,
     "kv_lora_rank": 128,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
-    # SGLang's attention on a CPU takes only this kind.
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 256,
-    },
+    "rope_parameters": YARN,
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 FAMILIES = {
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**GROUPED, **LATENT, **READ_BY_SGLANG}),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {**GROUPED, **LATENT, **SGLANG_FIELDS}),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**GROUPED, "n_group": 1, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, {**GROUPED, "n_group": 1, **LATENT}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    ),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 256}),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA),
     "gemma3_text": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -111,7 +114,16 @@ def save_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
             else:
                 parameter.mul_(3.0)
     model.save_pretrained(directory)
+    if family == "qwen3_next":
+        add_rope_theta(directory)
     return directory
+
+
+def add_rope_theta(directory: Path) -> None:
+    """SGLang reads the base of Qwen3-Next at top level, where published configs have it and transformers 5 does not."""
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 CUT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}  # heads of 64 rows: TP 2 cuts them inside blocks
@@ -142,8 +154,8 @@ ROUNDING = re.compile(r"server 0 serves quantized weights: mean \|d log-prob\| (
 
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Projections with the values they have in FP8; norms, biases, routers, embedding and head as they are."""
-    matrices = ("_proj.weight", "_proj_with_mqa.weight")
+    """Projections with the values they have in FP8; norms, biases, routers, gates, embedding and head as they are."""
+    matrices = ("_proj.weight", "_proj_with_mqa.weight", "_qkvz.weight", "_qkv.weight", "_z.weight")
     return {n: _in_blocks(w) if n.endswith(matrices) else w for n, w in weights.items()}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fp8_world import add_rope_theta
 from sync_simulation import PATIENT, SimulatedEngine, World, run_ranks
 from synced_server import SyncedServer
 
@@ -39,10 +39,8 @@ def save_model(directory: Path, family: str) -> Path:
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
-    if family == "qwen3_next":  # SGLang reads its base at top level, where published configs have it and transformers 5 does not
-        config = json.loads((directory / "config.json").read_text())
-        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-        (directory / "config.json").write_text(json.dumps(config))
+    if family == "qwen3_next":
+        add_rope_theta(directory)
     return directory
 
 

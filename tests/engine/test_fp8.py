@@ -21,16 +21,25 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 BUCKET_BYTES = 64 << 10
 # Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. The
-# trainer's tensor parallel size 4 cuts every block of a projection. That of latent attention, Qwen2 and Gemma 3 has scales of a cache.
+# trainer's tensor parallel size 4 cuts every block of a projection.
 CASES = {
     "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
     "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
     "experts on two ranks": ("qwen3_moe", 2, "float32", ParallelLayout(4, pipeline=2, expert=2), 2e-5),
     "local and global layers": ("gemma3_text", 1, "float32", ParallelLayout(4, tensor=4), 2e-5),
-    "latent attention, grouped experts": ("deepseek_v3", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True), 2e-5),
+    "latent attention": (
+        *("deepseek_v3", 1, "float32"),
+        *(ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True), 2e-5),
+    ),
     "latent attention on two ranks": ("deepseek_v3", 2, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
-    "grouped experts": ("glm4_moe", 2, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
-    "glm": ("glm4_moe_lite", 1, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
+    "GLM-4.7-Flash": ("glm4_moe_lite", 1, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
+    "GLM on two ranks": ("glm4_moe", 2, "float32", ParallelLayout(4, expert=2, pipeline=2), 2e-5),
+    "delta nets": ("qwen3_5_text", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
+    "delta nets on two ranks": ("qwen3_5_text", 2, "float32", ParallelLayout(2, tensor=2), 2e-5),
+    "delta nets, experts": (
+        *("qwen3_next", 2, "float32"),
+        *(ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True), 2e-5),
+    ),
     "one rank, bfloat16": ("qwen3", 1, "bfloat16", ParallelLayout(4, tensor=2, pipeline=2), 0.1),
 }
 
@@ -53,7 +62,7 @@ class Fp8Server(SyncedServer):
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
 
-LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+CACHE_SCALES = ("qwen2", "gemma3_text", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_text")
 QUICK = ("one rank, bfloat16",)  # test_fp8_training.py has experts
 
 
@@ -85,7 +94,7 @@ def test_the_server_describes_its_quantized_parameters(setup):
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
     assert read_parameters(plain, described).quantized == expected_parameters(plain).quantized
-    has_cache_scales = setup.world.source.architecture.model_type in ("qwen2", "gemma3_text", *LATENT_FAMILIES)
+    has_cache_scales = setup.world.source.architecture.model_type in CACHE_SCALES
     assert any(name.endswith("k_scale") for name in described[0]) == has_cache_scales
     for specs, rank in zip(described, range(size), strict=True):
         assert specs == setup.world.layout.local_specs(rank)
@@ -111,7 +120,7 @@ class CorruptedScale(SharedMemoryTransport):
 
     def _announce(self, state, bucket) -> None:
         for write in self.plan.writes(bucket, self.rank):
-            if write.chunk.name.endswith("layers.0.self_attn.o_proj.weight" + SCALES) and bucket.engine_rank == 0:
+            if write.chunk.name.endswith("layers.1.self_attn.o_proj.weight" + SCALES) and bucket.engine_rank == 0:
                 state.memory.slots[0][bucket.index % 2][write.chunk.byte_offset] ^= 1
         super()._announce(state, bucket)
 

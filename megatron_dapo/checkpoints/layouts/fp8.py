@@ -23,6 +23,8 @@ from megatron_dapo.checkpoints.layouts.computed import ComputedLayout, RankConte
 from megatron_dapo.checkpoints.layouts.sglang import SglangLayout
 from megatron_dapo.models.architecture import EMBEDDING, LM_HEAD
 from megatron_dapo.models.parts.experts import ROUTER
+from megatron_dapo.models.parts.gated_delta import BETA_AND_ALPHA, CONVOLUTION
+from megatron_dapo.models.parts.shared_expert import SHARED_GATE
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
@@ -34,6 +36,7 @@ KV_SCALES = tuple(f".{attention}.{scale}" for attention in ("attn", "attn_mha", 
 KV_SCALE_VALUE = 1.0
 
 _SCALE_DTYPE = torch.float32
+_PLAIN = (EMBEDDING, LM_HEAD, ROUTER, SHARED_GATE, CONVOLUTION, BETA_AND_ALPHA)
 _DIMS = ("row", "column")
 
 
@@ -48,13 +51,13 @@ class Fp8Parameters:
 def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
     """Return the expected answer of a server, for plans without one.
 
-    SGLang quantizes the layers it calls linear, experts included, but not embedding, head and router. Scales of caches
-    are missing here: only a server knows which models have them.
+    SGLang quantizes the layers it calls linear, experts included, but not embedding, head, routers, gates and convolutions.
+    Scales of caches are missing here: only a server knows which models have them.
     """
     # Ranks differ in rows, not in names; rank 0 stands for all.
     specs = engines.local_specs(0)
     matrices = (name for name, spec in specs.items() if len(spec.shape) > 1)
-    return Fp8Parameters(frozenset(m for m in matrices if not m.endswith((EMBEDDING, LM_HEAD, ROUTER))), frozenset())
+    return Fp8Parameters(frozenset(name for name in matrices if not name.endswith(_PLAIN)), frozenset())
 
 
 def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]]) -> Fp8Parameters:
@@ -221,39 +224,40 @@ class Fp8SourceLayout:
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """Quantized tensors with a block that is cut between ranks, which must exchange its largest magnitude."""
+        """Quantized tensors of which a rank touches a block that it does not hold whole, whose largest magnitude all exchange."""
         cut: set[str] = set()
         for shards in {id(p): p for p in map(self.trainer.shards, range(self.num_ranks))}.values():
-            for name, bounds in self._slices(shards).items():
+            for name, slices in self._slices(shards).items():
+                bounds = _bounding(slices)
                 ends = (start + size for start, size in zip(*bounds))
                 shape = self.tensors[name].shape
                 # An end inside a block is a cut, unless the tensor itself ends there.
                 if any(o % BLOCK for o in bounds.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
+                    cut.add(name)
+                # Queries, keys and values of its heads may be apart in one tensor, with those of other ranks in between.
+                if sum(bounds.volume for bounds in slices) < bounds.volume:
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)
 
     def _rank(self, rank: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]:
         own = self.trainer.shards(rank)
         if id(own) not in self._cache:
-            touched = {name: block_slice(*bounds) for name, bounds in self._slices(own).items()}
+            touched = {name: block_slice(*_bounding(slices)) for name, slices in self._slices(own).items()}
             scales = (Shard(name + SCALES, *bounds, name + SCALES, (0, 0)) for name, bounds in touched.items())
             self._cache[id(own)] = (own, (*own, *scales, *map(_constant, sorted(self.constants))), touched)
         return self._cache[id(own)]
 
-    def _slices(self, shards: Sequence[Shard]) -> dict[str, Slice]:
-        """Return the slice that the shards of each quantized tensor form together."""
+    def _slices(self, shards: Sequence[Shard]) -> dict[str, list[Slice]]:
+        """Return the slices that the shards of each quantized tensor hold."""
         slices: dict[str, list[Slice]] = {}
         for shard in shards:
             if shard.tensor in self.quantized:
                 slices.setdefault(shard.tensor, []).append(shard.bounds)
-        return {name: _union(name, found) for name, found in slices.items()}
+        return slices
 
 
-def _union(name: str, slices: Sequence[Slice]) -> Slice:
+def _bounding(slices: Sequence[Slice]) -> Slice:
+    """Return the smallest slice that holds all of them."""
     starts = tuple(min(bounds.offset[dim] for bounds in slices) for dim in range(2))
     stops = tuple(max(bounds.offset[dim] + bounds.shape[dim] for bounds in slices) for dim in range(2))
-    union = Slice(starts, tuple(stop - start for start, stop in zip(starts, stops)))
-    assert union.volume == sum(bounds.volume for bounds in slices), (
-        f"the shards of {name} on one rank form no single slice: {slices[:4]}"
-    )
-    return union
+    return Slice(starts, tuple(stop - start for start, stop in zip(starts, stops)))

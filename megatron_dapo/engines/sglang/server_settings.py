@@ -19,8 +19,14 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 # SGLang's names of element types -> ours.
 DTYPE_NAMES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 Quantization = Literal["none", "fp8"]
-# Overrides of fields in the checkpoint's config.json.
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+# Overrides of fields in the checkpoint's config.json. Blocks do not divide the rows of beta and alpha in gated delta nets, which
+# published FP8 checkpoints keep in bf16 as well.
+_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["in_proj_ba", "in_proj_b", "in_proj_a"],
+}
 _MODEL_OVERRIDES = {"none": None, "fp8": json.dumps({"quantization_config": _FP8})}
 # Variables that servers get of this process's. Everything else stays out: secrets (AWS_*, HF_TOKEN, WANDB_API_KEY), proxies (the
 # key must only go to the engine), Slurm's (they include credentials, and nothing in SGLang needs them), and what the launcher

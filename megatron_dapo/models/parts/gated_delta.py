@@ -10,6 +10,7 @@ from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Pla
 from megatron_dapo.precision import LinearSize
 
 _NET = "linear_attn."
+CONVOLUTION, BETA_AND_ALPHA = _NET + "conv1d.weight", _NET + "in_proj_ba.weight"
 DECAY = _NET + "A_log"  # fp32, as in SGLang and in Qwen3.5's published checkpoints
 CHUNK = 64  # tokens of a chunk of the delta rule: the published kernels' choice
 _KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
@@ -49,7 +50,7 @@ class GatedDeltaMixer(LayerPart):
         return {
             "input_layernorm.weight": (self.hidden,),
             **{f"{_NET}in_proj_{name}.weight": (rows, self.hidden) for name, rows in into.items()},
-            _NET + "conv1d.weight": (2 * keys + values, 1, self.kernel_size),
+            CONVOLUTION: (2 * keys + values, 1, self.kernel_size),
             _NET + "dt_bias": (self.value_heads,),
             DECAY: (self.value_heads,),
             _NET + "norm.weight": (self.value_dim,),
@@ -81,14 +82,14 @@ class GatedDeltaMixer(LayerPart):
         """Yield buffers. in_proj_qkvz has a rank's queries, keys, values and gates; if the checkpoint's are fused, its rows."""
         yield Stack(_NET + "dt_bias", self._per_head("dt_bias"))
         yield Stack(_NET + "A_log", self._per_head("A_log"))
-        yield Stack(_NET + "conv1d.weight", self._by_head("conv1d"))
+        yield Stack(CONVOLUTION, self._by_head("conv1d"))
         if self.fused:
-            for name in (_NET + "in_proj_qkvz.weight", _NET + "in_proj_ba.weight"):
+            for name in (_NET + "in_proj_qkvz.weight", BETA_AND_ALPHA):
                 rows = self.shapes()[name][0] // self.key_heads
                 yield Stack(name, (Rows(name, self.key_heads, rows, _KEY_HEADS),))
         else:
             yield Stack(_NET + "in_proj_qkvz.weight", self._projected()[:4])
-            yield Stack(_NET + "in_proj_ba.weight", self._projected()[4:])
+            yield Stack(BETA_AND_ALPHA, self._projected()[4:])
         yield Whole(_NET + "norm.weight", _NET + "norm.weight")
         yield CutColumns(_NET + "out_proj.weight", self._output())
         yield Whole("input_layernorm.weight", "input_layernorm.weight")
@@ -167,7 +168,7 @@ class GatedDeltaMixer(LayerPart):
             start += rows
         for start in (0, self._ratio):
             sizes = (self.key_heads, self._ratio, _KEY_HEADS)
-            parts.append(Rows(_NET + "in_proj_ba.weight", *sizes, start=start, stride=2 * self._ratio))
+            parts.append(Rows(BETA_AND_ALPHA, *sizes, start=start, stride=2 * self._ratio))
         return tuple(parts)
 
     def _by_head(self, name: str) -> tuple[Rows, Rows, Rows]:

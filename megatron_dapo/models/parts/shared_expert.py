@@ -10,7 +10,7 @@ from megatron_dapo.models.parts.mlp import engine_inner, gated_rows, gated_shape
 from megatron_dapo.models.placement import CutColumns, EngineCut, LayerPart, Placement, Stack, Whole
 from megatron_dapo.precision import LinearSize
 
-_EXPERT, _GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
+_EXPERT, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
 _FIELD = "shared_expert_intermediate_size"
 
 
@@ -22,10 +22,10 @@ class GatedSharedExpert(LayerPart):
     inner: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {**gated_shapes(_EXPERT, self.hidden, self.inner), _GATE: (1, self.hidden)}
+        return {**gated_shapes(_EXPERT, self.hidden, self.inner), SHARED_GATE: (1, self.hidden)}
 
     def megatron(self) -> Iterator[Placement]:
-        yield Whole("mlp.shared_experts.gate_weight", _GATE)
+        yield Whole("mlp.shared_experts.gate_weight", SHARED_GATE)
         yield from megatron_gated("mlp.shared_experts.", _EXPERT, self.inner, _FIELD)
 
     def linear_sizes(self) -> Iterator[LinearSize]:
@@ -35,7 +35,7 @@ class GatedSharedExpert(LayerPart):
         gate, up, down = gated_rows(_EXPERT, engine_inner(self.inner, engine), _FIELD)
         yield Stack(_EXPERT + "gate_up_proj.weight", (gate, up))
         yield CutColumns(_EXPERT + "down_proj.weight", down)
-        yield Whole(_GATE, _GATE)
+        yield Whole(SHARED_GATE, SHARED_GATE)
 
     def kept(self, cut: TrainerCut) -> Kept:
         # The routed experts' part counts the norm. The gate keeps itself and what it multiplies.

@@ -26,12 +26,17 @@ from megatron_dapo.checkpoints.layouts.fp8 import (
 )
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.checkpoints.layouts.sglang import sglang_layout
+from megatron_dapo.engines.sglang.cpu_fp8 import widened
 from megatron_dapo.models.architecture import LM_HEAD, ModelArchitecture
 from megatron_dapo.models.blocks import MixtureOfExperts
+from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.layout import TensorSpec, check_layout, shard_view
+from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec, check_layout, shard_view
 from megatron_dapo.reshard.planner import plan
+from tests.reshard_oracles import execute_in_memory
+from tests.unit.models.test_deepseek import PUBLISHED as DEEPSEEK
+from tests.unit.models.test_qwen3_next import QWEN3_NEXT, TEXT
 
 E4M3 = torch.float8_e4m3fn
 
@@ -70,7 +75,7 @@ def weights_of(model: ModelArchitecture, seed: int = 0) -> dict[str, torch.Tenso
             factors = torch.exp2(torch.randint(-12, 6, (size,), generator=generator).float())
             tensor *= factors.view([-1 if other == dim else 1 for other in range(len(shape))])
         weights[name] = tensor
-    weights["model.layers.0.self_attn.o_proj.weight"][:128, :128] = 0
+    weights["model.layers.1.self_attn.o_proj.weight"][:128, :128] = 0
     return weights
 
 
@@ -213,6 +218,64 @@ def check_pair(model, parallel: ParallelLayout, tp: int, engines: int = 1) -> No
 def test_every_byte_is_that_of_the_whole_tensor(trainer, tp):
     tensor, pipeline, virtual = trainer
     check_pair(architecture(), ParallelLayout(tensor * pipeline, tensor, pipeline, virtual), tp)
+
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 301,
+}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+DELTA = {
+    **SIZES,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+LATENT = {"q_lora_rank": 256, "kv_lora_rank": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+# With projections whose rows on a rank are apart in the tensor, or end inside a block, next to matrices that stay as they are.
+PUBLISHED = {
+    "qwen3_5": {**TEXT, **DELTA},
+    "qwen3_next": {**QWEN3_NEXT, **DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256},
+    "deepseek_v3": {**DEEPSEEK, **SIZES, **EXPERTS, **LATENT},
+}
+UNCHANGED = {
+    "qwen3_5": {"conv1d", "in_proj_a", "in_proj_b"},
+    "qwen3_next": {"conv1d", "in_proj_ba", "gate", "shared_expert_gate"},
+    "deepseek_v3": {"gate"},
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_delta_nets_and_latent_attention_serve_the_values_of_whole_tensors(family, tensor, tp):
+    """Parameters times scales are those that a sync without FP8 brings of tensors that were quantized whole."""
+    model = parse_architecture(PUBLISHED[family])
+    weights, engine, layout, receivers, _ = sync(model, ParallelLayout(tensor, tensor), tp)
+    assert bool(layout.shared) == (tensor == 4 or (family, tensor) == ("qwen3_5", 2))
+    matrices = {name for name, one in weights.items() if one.dim() > 1 and "layers." in name}
+    assert {name.split(".")[-2] for name in matrices - layout.quantized} == UNCHANGED[family]
+    values = {name: in_blocks(one) if name in layout.quantized else one for name, one in weights.items()}
+    plain = sglang_layout(model, tp, torch.float32)
+    expected = [{name: torch.zeros(spec.shape) for name, spec in plain.local_specs(rank).items()} for rank in range(tp)]
+    execute_in_memory(plan(SingleHolderLayout(plain.tensors, 1), plain), [values], expected)
+    for rank, receiver in enumerate(receivers):
+        for name, own in receiver.parameters.items():
+            if name in engine.parameters.quantized:
+                scales = receiver.parameters[name + SCALES]
+                assert torch.equal(widened(own, [128, 128], scales), expected[rank][name]), name
+            elif name in expected[rank]:
+                assert torch.equal(own, expected[rank][name].to(own.dtype)), name
+
+
+def in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    values, scales = quantized(weight)
+    return widened(values, [128, 128], scales)
 
 
 def test_random_pairs():
