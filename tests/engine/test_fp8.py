@@ -116,13 +116,17 @@ def test_every_sync_brings_quantized_whole_tensors(setup):
 
 
 class CorruptedScale(SharedMemoryTransport):
-    """One bit of the first scale changes between the trainer's write and the engine's read."""
+    """One bit of a scale changes between the trainer's write and the engine's read."""
 
     def _announce(self, state, bucket) -> None:
         for write in self.plan.writes(bucket, self.rank):
-            if write.chunk.name.endswith("layers.1.self_attn.o_proj.weight" + SCALES) and bucket.engine_rank == 0:
+            if self._is_output(write.chunk.name) and bucket.engine_rank == 0:
                 state.memory.slots[0][bucket.index % 2][write.chunk.byte_offset] ^= 1
         super()._announce(state, bucket)
+
+    @staticmethod
+    def _is_output(name: str) -> bool:
+        return "layers.1." in name and name.endswith(".o_proj.weight" + SCALES)
 
 
 def test_a_corrupted_scale_is_not_served(setup):
