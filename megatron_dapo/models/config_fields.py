@@ -67,7 +67,20 @@ def read_rope(
     scalings = {(read_scaling or rope_scaling)(fields) for fields in (new, old) if fields}
     if len(scalings) > 1:
         raise ValueError(f"config.json: rope_parameters {new} and rope_scaling {old} disagree; keep one")
-    return thetas.pop(), scalings.pop() if scalings else None
+    scaling = scalings.pop() if scalings else None
+    if isinstance(scaling, Yarn):
+        _require_reached(positive(config, "max_position_embeddings"), scaling)
+    return thetas.pop(), scaling
+
+
+def _require_reached(positions: int, yarn: Yarn) -> None:
+    """Raise ValueError if YaRN does not reach all positions: SGLang reads numbers of no meaning for those after it."""
+    reached = int(yarn.factor * yarn.original_max_position_embeddings)
+    if positions > reached:
+        raise ValueError(
+            f"config.json: max_position_embeddings is {positions}, but factor {yarn.factor:g} x original_max_position_embeddings "
+            f"{yarn.original_max_position_embeddings} reach {reached} positions; set it to {reached}, or raise the factor"
+        )
 
 
 def with_partial_rotary(document: Mapping[str, Any], default: float) -> dict[str, Any]:

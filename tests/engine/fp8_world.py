@@ -56,7 +56,7 @@ LATENT = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
-    "rope_parameters": YARN,
+    "rope_parameters": {**YARN, "original_max_position_embeddings": 256},
 }
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -29,7 +29,7 @@ def save_model(directory: Path, family: str) -> Path:
 
     name, fields = MODELS[FAMILIES[family].model]
     model_class = getattr(transformers, f"{name}ForCausalLM")
-    sizes = {**SIZES, **fields, "vocab_size": 300, "hidden_size": 64, "max_position_embeddings": 1024}
+    sizes = {**SIZES, **fields, "vocab_size": 300, "hidden_size": 64}
     if fields.get("head_dim"):
         sizes["head_dim"] = 16
     sizes.pop("model_type", None)  # transformers, which computes the references, has no class of that type

@@ -22,11 +22,6 @@ SETTINGS = (
 )
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save_quickstart_model(tmp_path / "model", **CUT_HEADS)
-
-
 def train(
     tmp_path: Path, model: Path, python: Path, *settings: str, layout: str = "tp2"
 ) -> subprocess.CompletedProcess[str]:
@@ -35,12 +30,25 @@ def train(
     return subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.long), "p2p"])
+# DeepSeek-V3 computes all experts: random routers choose others of rounded weights.
+CHANGES = {"qwen3": CUT_HEADS, "deepseek_v3": {"num_experts_per_tok": 4, "topk_group": 2}}
+
+
+@pytest.mark.parametrize(
+    ("transport", "family", "layout"),
+    [
+        ("shared_memory", "qwen3", "tp2"),
+        ("p2p", "qwen3", "tp2"),
+        ("p2p", "qwen3_5_text", "tp2"),
+        ("shared_memory", "deepseek_v3", "tp2ep2etp1sp"),
+    ],
+)
 @pytest.mark.long
-def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
+def test_a_corrected_run_in_fp8(transport: str, family: str, layout: str, engine_python, tmp_path) -> None:
+    model = save_quickstart_model(tmp_path / "model", family, **CHANGES.get(family, {}))
     placement = {"shared_memory": "colocated", "p2p": "disaggregated"}[transport]
     where = [f'sglang.weight_sync_transport="{transport}"', f'sglang.placement="{placement}"']
-    finished = train(tmp_path, model, engine_python, *where)
+    finished = train(tmp_path, model, engine_python, *where, layout=layout)
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -73,7 +81,8 @@ def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) ->
         assert 1e-3 < float(served) < 0.3 and abs(float(served) - float(trained)) < 0.05 * float(served)
 
 
-def test_a_run_without_a_correction_is_refused(model, engine_python, tmp_path) -> None:
+def test_a_run_without_a_correction_is_refused(engine_python, tmp_path) -> None:
+    model = save_quickstart_model(tmp_path / "model")
     refused = train(tmp_path, model, engine_python, 'algorithm.off_policy.correction="none"')
     assert refused.returncode != 0
     assert "sglang.allow_quantization_bias = true" in refused.stdout + refused.stderr

@@ -131,6 +131,10 @@ def test_layers_that_predict_further_tokens_are_carried() -> None:
             "rope type 'yarn' with .*attention_factor.* is not supported",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' .* is not supported"),
+        (
+            {"rope_scaling": {**YARN, "factor": 20}},
+            "is 163840, but factor 20 x original_max_position_embeddings 4096 reach 81920",
+        ),
     ],
 )
 def test_what_would_change_the_math_is_refused(changes: dict[str, Any], error: str) -> None:

@@ -85,6 +85,7 @@ def test_a_process_asleep_in_a_call_on_a_file_is_held_and_one_asleep_elsewhere_i
                 end, lines = time.monotonic() + 20.0, []
                 while not _is_asleep(process.pid, arguments[0]) or (held_with and not lines):
                     assert time.monotonic() < end
+                    time.sleep(0.02)
                     lines = held_in_kernel(process.pid)
                 lines = held_in_kernel(process.pid)
                 process.kill()
