@@ -7,6 +7,7 @@ and holds only what differs. Precedence: schema defaults < base < recipe < --set
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -398,6 +399,7 @@ def is_input(path: str) -> bool:
     return _has_mark(path, RelativeToRecipe)
 
 
+@functools.cache
 def _has_mark(path: str, kind: type) -> bool:
     field = leaf_fields()[path]
     # pydantic removes the marker from a single path's annotation, but leaves it on the items of a list.

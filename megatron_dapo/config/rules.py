@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -125,11 +127,21 @@ _FUNCTIONS = {
 }
 
 
-def fields_of(rule: Rule) -> list[str]:
+def fields_of(rule: Rule) -> tuple[str, ...]:
     """Return the dotted paths of all fields that a rule is about, the one to change first."""
-    # A fix names the field to change first; dict.fromkeys preserves that order.
-    texts = (rule.path or rule.fix, rule.formula, rule.when, rule.reason)
-    return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
+    # A fix names the field to change first.
+    return _fields_in(rule.path or rule.fix, rule.formula, rule.when, rule.reason)
+
+
+@functools.cache
+def _fields_in(*texts: str) -> tuple[str, ...]:
+    # dict.fromkeys preserves the order.
+    return tuple(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
+
+
+@functools.cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<rule>", "eval")
 
 
 def violation_of(rule: Rule, fix: str, config: Config, facts: Mapping[str, Any]) -> Violation:
@@ -160,7 +172,9 @@ def broken(
     names = {"__builtins__": {}, **_FUNCTIONS, **sections, **facts}
     for rule in rules:
         # A field outside its range is already reported; computing with it could only divide by 0 or mislead.
-        if not out_of_range.isdisjoint(fields_of(rule)) or not eval(rule.when, names) or eval(rule.formula, names):
+        if not out_of_range.isdisjoint(fields_of(rule)):
+            continue
+        if not eval(_compiled(rule.when), names) or eval(_compiled(rule.formula), names):
             continue
         fix = re.sub(r"{(.+?)}", lambda match: str(eval(match[1], names)), rule.fix)
         yield violation_of(rule, fix, config, facts)

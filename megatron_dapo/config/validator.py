@@ -6,6 +6,7 @@ laptop can validate a 1024-rank job.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -127,12 +128,21 @@ def require_valid(
 def field_bounds(section: BaseModel, prefix: str = "") -> dict[str, Bounds]:
     """Return the bounds of the fields of `section` and of the sections below it, by dotted path."""
     bounds: dict[str, Bounds] = {}
-    for name, info in type(section).model_fields.items():
+    for name, mark in _own_bounds(type(section)):
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             bounds.update(field_bounds(value, f"{prefix}{name}."))
-        bounds.update({f"{prefix}{name}": mark for mark in info.metadata if isinstance(mark, Bounds)})
+        if mark is not None:
+            bounds[f"{prefix}{name}"] = mark
     return bounds
+
+
+@functools.cache
+def _own_bounds(section: type[BaseModel]) -> tuple[tuple[str, Bounds | None], ...]:
+    return tuple(
+        (name, next((mark for mark in info.metadata if isinstance(mark, Bounds)), None))
+        for name, info in section.model_fields.items()
+    )
 
 
 def out_of_range(config: Config) -> dict[str, Bounds]:

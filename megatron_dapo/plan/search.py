@@ -122,11 +122,8 @@ def _search(
     for index, layout in enumerate((*without, *more)):
         if index == len(without) and plans:
             break
-        for kind in kinds:  # fastest first: slower kinds leave the servers no more room
-            trainer = layout | kind | (_DISAGGREGATED if of_server else {})
-            probe, memory, reason = _trainer_fits(config, trainer, architecture, cluster, of_server)
-            if reason != TRAINER_MEMORY:
-                break
+        layout |= _DISAGGREGATED if of_server else {}
+        trainer, probe, memory, reason = _recomputed(config, layout, kinds, architecture, cluster, of_server)
         servers = [] if reason else list(_servers(probe, memory, architecture, cluster, lengths, gpu, of_server))
         if not servers:
             reasons[reason or SERVER_MEMORY] += 1
@@ -145,6 +142,26 @@ def _search(
             accepted.append(Ranked(plan, settings, _binding(plan)))
     tried = reasons.total() + len(plans)
     return Found(_with_flips(accepted), tried, len(plans), dict(reasons), refused="" if accepted else refused)
+
+
+def _recomputed(
+    config: Config,
+    layout: dict[str, Any],
+    kinds: Sequence[dict[str, Any]],
+    architecture: ModelArchitecture,
+    cluster: Cluster,
+    of_server: int,
+) -> tuple[dict[str, Any], Config, RunMemory, str]:
+    """Return the settings of a layout with the fastest recomputation that fits, and what `_trainer_fits` says of it.
+
+    Slower kinds would leave the servers no more room. The last one needs least memory: most layouts do not fit even with it.
+    """
+    *faster, least = (layout | kind for kind in kinds)
+    last = (least, *_trainer_fits(config, least, architecture, cluster, of_server))
+    if last[-1] == TRAINER_MEMORY:
+        return last
+    fits = ((one, *_trainer_fits(config, one, architecture, cluster, of_server)) for one in faster)
+    return next((one for one in fits if one[-1] != TRAINER_MEMORY), last)
 
 
 def _trainer_fits(
