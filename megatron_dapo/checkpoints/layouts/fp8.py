@@ -30,8 +30,8 @@ from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 
 SCALES = "_scale_inv"  # suffix of the scales of a tensor or parameter, as checkpoints and SGLang name them
-# Some models (Qwen2, Llama, DeepSeek-V3) have two further scalars an attention under FP8, for key-value caches in FP8. Here
-# caches have the model's type, so nothing reads the scalars; they are 1, as after loading a checkpoint without them.
+# In some models (Qwen2, Llama, DeepSeek-V3) each attention has two further scalars under FP8, for key-value caches in FP8.
+# Here caches have the model's type, so nothing reads the scalars; they are 1, as after loading a checkpoint without them.
 KV_SCALES = tuple(f".{attention}.{scale}" for attention in ("attn", "attn_mha", "attn_mqa") for scale in ("k_scale", "v_scale"))
 KV_SCALE_VALUE = 1.0
 
@@ -235,7 +235,7 @@ class Fp8SourceLayout:
                 if any(o % BLOCK for o in bounds.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
                     cut.add(name)
                 # Queries, keys and values of its heads may be apart in one tensor, with those of other ranks in between.
-                if sum(bounds.volume for bounds in slices) < bounds.volume:
+                if sum(one.volume for one in slices) < bounds.volume:
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)
 
