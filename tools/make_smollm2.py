@@ -62,8 +62,10 @@ def dequantize(file: Path, output: Path, dtype: torch.dtype) -> str:
     """Write model, tokenizer and chat template of a GGUF file as a Hugging Face directory; return where they are from."""
     import gguf
 
-    # transformers opens the file four times, and each time the reader parses all of its vocabulary.
-    with patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)):
+    # transformers opens the file four times, and each time the reader parses all of its vocabulary; and for each module it makes
+    # the table of all names again.
+    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with patch.multiple(gguf, **once):
         read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # transformers 5.23 and newer does not write a model that came from a GGUF file.
