@@ -74,7 +74,8 @@ def read_rope(
 
 
 def _require_reached(positions: int, yarn: Yarn) -> None:
-    """Raise ValueError if YaRN does not reach all positions: SGLang reads numbers of no meaning for those after it."""
+    """Raise ValueError if YaRN does not reach all positions: SGLang scales the angles of later ones by the rope base in place of
+    the factor (`RotaryEmbedding._ensure_cos_sin_cache_length` of 0.5.17)."""
     reached = int(yarn.factor * yarn.original_max_position_embeddings)
     if positions > reached:
         raise ValueError(

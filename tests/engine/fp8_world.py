@@ -120,7 +120,8 @@ def save_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
 
 
 def add_rope_theta(directory: Path) -> None:
-    """SGLang reads the base of Qwen3-Next at top level, where published configs have it and transformers 5 does not."""
+    """Write rope_theta at the top level of config.json, as published configs of Qwen3-Next do. SGLang reads it only there, and
+    transformers 5 writes it into rope_parameters."""
     config = json.loads((directory / "config.json").read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (directory / "config.json").write_text(json.dumps(config))

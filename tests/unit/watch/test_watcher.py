@@ -173,9 +173,7 @@ def test_a_killed_rank_is_named_and_what_follows_is_a_consequence(tmp_path: Path
 
 def test_an_error_is_named_with_its_traceback_and_is_not_worth_a_restart(tmp_path: Path) -> None:
     with running(tmp_path / "run", ["wait", "raise:bad gold"]) as run:
-        waiting, failed = run.codes()
-        # gloo may raise or crash in a rank that waits while its peer's connection ends.
-        assert failed == 1 and waiting in (1, -signal.SIGSEGV), waiting
+        assert run.codes() == [1, 1]
         first = require_culprit(run, 1, "exception", CRASH_S)
         assert first["detail"].startswith("Traceback") and "bad gold" in first["message"]
 
