@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+from megatron_dapo.checkpoints.formats.peft import PeftAdapters
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout, shards_by_buffer
 from megatron_dapo.checkpoints.load import WeightLoadReport, fill, seeded_generator
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
@@ -22,6 +24,16 @@ def initialize_adapters(seed: int, layout: LoraLayout, rank: int, parameters: Bu
     """
     specs = {name: TensorSpec(spec.shape, torch.float32) for name, spec in layout.tensors.items()}
     return fill(SingleHolderLayout(specs, layout.num_ranks), _FreshAdapters(seed), layout, rank, parameters)
+
+
+def load_adapters(directory: Path, layout: LoraLayout, rank: int, parameters: Buffers) -> WeightLoadReport:
+    """Fill the adapters of `rank` from a PEFT directory. Raises ValueError if it does not fit the layout."""
+    with PeftAdapters(directory) as stored:
+        stored.check(layout.architecture.shapes(), layout.targets)
+        report = fill(SingleHolderLayout(stored.specs, layout.num_ranks), stored, layout, rank, parameters)
+    if not all(bool(torch.isfinite(buffer.sum())) for buffer in parameters.values()):
+        raise ValueError(f"{directory}: some of its elements are not numbers: take another copy of the adapters")
+    return report
 
 
 class _FreshAdapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.formats.peft import AddedAdapters, PeftAdapters
 from megatron_dapo.checkpoints.layouts.computed import ComputedLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.models.architecture import ModelArchitecture
@@ -44,21 +46,27 @@ class WeightLoadReport:
 
 
 def load_from_huggingface(
-    directory: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers
+    directory: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers, adapters: Path | None = None
 ) -> WeightLoadReport:
-    """Fill `parameters` (local name -> tensor, any float type) of `rank` from the model in `directory`; padding becomes
-    zero.
+    """Fill `parameters` (local name -> tensor, any float type) of `rank` from the model in `directory`, with the adapters of
+    the PEFT directory `adapters` merged in; padding becomes zero.
 
     Raises ValueError if the directory is incomplete or does not fit the layout's architecture, and if `parameters` are
     not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else fails.
     """
-    with HFCheckpoint(directory) as source:
+    with ExitStack() as files:
+        source = files.enter_context(HFCheckpoint(directory))
+        reader: ShardReader = source
+        if adapters is not None:
+            added = files.enter_context(PeftAdapters(adapters))
+            added.check(layout.architecture.shapes())
+            reader = AddedAdapters(source, added)
         source.check_aliases(layout.architecture)
         # The comparison of aliases reads tensors too; the report counts only the load.
         already_read = source.bytes_read
         if source.num_dequantized and rank == 0:
             logger.info("%s: %d matrices of experts in MXFP4 are dequantized", directory, source.num_dequantized)
-        report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
+        report = fill(source.layout(layout.architecture), reader, layout, rank, parameters)
         _require_numbers(source, layout.shards(rank), parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)
 

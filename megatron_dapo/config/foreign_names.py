@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NO_LORA = "there is no LoRA: all weights are trained"
 NO_VLLM = "SGLang and the embedded engine generate"
 _GPUS = "set CUDA_VISIBLE_DEVICES; parallel.num_processes says how many"
 _BY_TOKENS = "training.micro_batch_tokens, in tokens of packed sequences"
@@ -96,9 +95,11 @@ KEYS: Mapping[str, str] = {
     # model, engine, hardware
     **dict.fromkeys(("model_name_or_path", "pretrain", "hf_checkpoint", "model_name", "load"), "model.path"),
     **dict.fromkeys(("torch_dtype", "bf16", "fp16", "param_dtype"), "model.dtype"),
-    **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "lora_r", "lora_dropout", "use_peft", "peft_config", "lora_target_modules"), NO_LORA
-    ),
+    **dict.fromkeys(("lora_rank", "lora_r", "use_peft", "peft_config"), "model.lora.rank"),
+    "lora_alpha": "model.lora.alpha",
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora.targets"),
+    "lora_adapter_path": "model.lora.path",
+    "lora_dropout": "there is no dropout",
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit"), "there are no quantized weights in training; sglang.quantization serves FP8"
     ),

@@ -14,11 +14,14 @@ from megatron_dapo.config.layout_rules import architecture_facts, architecture_r
 from megatron_dapo.config.rules import UnusableInput, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import is_function_path
+from megatron_dapo.files.safetensors import read_header
 from megatron_dapo.hooks import CALLBACKS, FUNCTIONS, load_hook
 from megatron_dapo.models.architecture import HEADS, ModelArchitecture
 from megatron_dapo.models.config_json import planned_directory, read_architecture
+from megatron_dapo.models.peft import TENSORS_FILE, adapter_name, read_adapter_config, require_adapters
 from megatron_dapo.models.tokens import check_same_tokens
 
+ADAPTERS = "model.lora.path"
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl", ".jar")  # files that are the argument of an interpreter
 
 
@@ -34,7 +37,8 @@ def check_inputs(config: Config, are_here: bool = True) -> tuple[ModelArchitectu
         policy = read_architecture(config.model.path if are_here else planned_directory(config.model.path))
     except ValueError as error:
         return None, [*problems, UnusableInput("model.path", str(error))]
-    return policy, [*problems, *critics_of_other_models(config, policy), *unfit_teachers(config, are_here)]
+    others = (*critics_of_other_models(config, policy), *unfit_teachers(config, are_here), *unfit_adapters(config, policy))
+    return policy, [*problems, *others]
 
 
 def missing_inputs(config: Config) -> list[Violation]:
@@ -45,6 +49,8 @@ def missing_inputs(config: Config) -> list[Violation]:
     if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
         words = "a Hugging Face directory that exists (`megatron-dapo pretrain-value` writes one)"
         problems.append(_absent("critic.path", critic, words))
+    if config.model.lora.path and not Path(config.model.lora.path).is_dir():
+        problems.append(_absent(ADAPTERS, Path(config.model.lora.path), "a directory that PEFT's save_pretrained wrote"))
     files = {"data.train_paths": config.data.train_paths, "data.eval_paths": config.data.eval_paths}
     if config.has_critic:
         files["value_pretraining.train_paths"] = config.value_pretraining.train_paths
@@ -133,6 +139,29 @@ def unfit_teachers(config: Config, are_here: bool = True) -> Iterator[Violation]
                         yield replace(one, formula=f"{label} has the policy's layout: {one.formula}")
         except ValueError as error:
             yield UnusableInput("distillation.teachers", str(error))
+
+
+def unfit_adapters(config: Config, policy: ModelArchitecture) -> Iterator[Violation]:
+    """Yield a violation if the adapters of model.lora.path exist and are not those of [model.lora], or not of the policy's
+    shape. Reads adapter_config.json and a header."""
+    lora, directory = config.model.lora, Path(config.model.lora.path)
+    if not (lora.path and directory.is_dir()):
+        return
+    try:
+        stored = read_adapter_config(directory)
+        if lora.rank != stored.rank or lora.scale != stored.scale:
+            yield Violation(
+                "model.lora.rank" if lora.rank != stored.rank else "model.lora.alpha",
+                "model.lora has the rank and alpha of model.lora.path",
+                f"set model.lora.rank = {stored.rank} and model.lora.alpha = {stored.rank * stored.scale:g}",
+                {"model.lora.rank": lora.rank, "model.lora.alpha": lora.alpha, ADAPTERS: lora.path},
+            )
+            return
+        tensors = read_header(directory / TENSORS_FILE)
+        shapes = {adapter_name(name): entry.shape for name, entry in tensors.items()}
+        require_adapters(directory, shapes, policy.shapes(), stored.rank, lora.targets)
+    except (ValueError, OSError) as error:
+        yield UnusableInput(ADAPTERS, str(error))
 
 
 def _absent(path: str, file: Path, what: str) -> Violation:

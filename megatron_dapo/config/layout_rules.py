@@ -216,6 +216,12 @@ _ADAPTERS = 'model.lora.sync == "adapters"'
 LORA_RULES = (
     Rule(_LORA, 'set model.lora.sync = "merged", or model.lora.rank = 16', when=_ADAPTERS),
     Rule(
+        "not model.allow_random_init",
+        'set model.allow_random_init = false, or model.lora.path = ""',
+        when='model.lora.path != ""',
+        reason="stored adapters belong to stored weights",
+    ),
+    Rule(
         'rollout.engine == "sglang" and not sglang.urls',
         'set model.lora.sync = "merged", or rollout.engine = "sglang" without sglang.urls',
         when=_ADAPTERS,

@@ -14,6 +14,7 @@ from megatron_dapo.config.section import (
     Offload,
     PositiveFloat,
     PositiveInt,
+    RelativeToRecipe,
     Rule,
     Section,
 )
@@ -60,6 +61,10 @@ class LoraConfig(Section):
     targets: tuple[LoraTarget, ...] = ()
     """Linear layers with adapters, by their names in Hugging Face models; those of an MLP are also those of experts. []: all that
     the model has."""
+
+    path: Annotated[str, RelativeToRecipe()] = ""
+    """PEFT directory of the adapters that a run starts from, of the same rank, alpha and targets. Relative: from the recipe's
+    directory. "": new ones."""
 
     sync: LoraSync = "merged"
     """What a weight update brings to engines. merged: the sum of weights and adapters. adapters: only A and B, which SGLang

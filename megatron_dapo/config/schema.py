@@ -309,8 +309,8 @@ class Config(Section):
     @property
     def lends_base(self) -> bool:
         """True if the policy without its adapters is the reference policy, which then needs no other weights."""
-        # Replayed routing belongs to the policy, and would be the reference's too.
-        return self.model.lora.rank > 0 and not self.rollout.routing_replay
+        # Replayed routing belongs to the policy, and would be the reference's too. A policy may start with adapters.
+        return self.model.lora.rank > 0 and not self.model.lora.path and not self.rollout.routing_replay
 
     @property
     def has_critic(self) -> bool:

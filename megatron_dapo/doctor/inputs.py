@@ -25,7 +25,7 @@ from megatron_dapo.doctor import gather, recipe
 from megatron_dapo.doctor.engine_import import engine_libraries
 from megatron_dapo.doctor.machine import Finding, TorchFacts
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.files.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, decode_header
+from megatron_dapo.files.safetensors import read_header
 from megatron_dapo.launch.environment import rendezvous_problem
 from megatron_dapo.launch.lifetime import require_unused
 from megatron_dapo.models.config_json import planned_directory, read_architecture
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 SAMPLING = "of each file the first rows, the last ones and a sample drawn by a fixed seed, 1,024 rows at most; the whole of a small file"
 _MAX_ROWS = 2048  # total of all files: the verifier checks their answers
 _SAVED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
-_LFS_POINTER = b"version https://git-lfs"
 _CONNECT_S = 2.0  # a server that already runs
 _COPY = "copy the directory again, or set model.path to another one"
 
@@ -247,22 +246,7 @@ def _check_weights(directory: Path) -> None:
         pickles = "; .bin files are pickles, which are not read: save the model with safe_serialization"
         raise ValueError(f"{directory}: no *.safetensors there" + (pickles if any(directory.glob("*.bin")) else ""))
     for path in files:
-        _check_weights_file(path)
-
-
-def _check_weights_file(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(LENGTH_BYTES)
-        if start == _LFS_POINTER[:LENGTH_BYTES]:
-            raise ValueError(f"{path}: a pointer of Git LFS, not the weights: run `git lfs pull` in {path.parent}")
-        length = int.from_bytes(start, "little")
-        if len(start) < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            raise ValueError(f"{path}: no safetensors file, or cut off in its header ({size:,} bytes)")
-        with blamed_on(path):
-            expected = decode_header(file.read(length))[1]
-    if size != expected:
-        raise ValueError(f"{path}: {size:,} bytes, its header asks for {expected:,}: cut off, or not copied whole")
+        read_header(path)
 
 
 # ---- data

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, encoded and decoded. Standard library only: types are named by their codes.
+"""The header of a safetensors file, encoded and decoded. Imports no torch: types are named by their codes.
 
 Format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data. Offsets count
 from the end of the header, and tensors follow each other without gaps.
@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import Any
+
+from megatron_dapo.untrusted import blamed_on
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+_LFS_POINTER = b"version https://git-lfs"
 MAX_DIMENSIONS = 64  # torch's limit; reading a slice takes time quadratic in it
 
 # Code -> (torch's name of the type, bytes of an element).
@@ -80,6 +84,23 @@ def encode_header(
         name: TensorEntry(tensors[name][0], tuple(tensors[name][1]), base + start, base + end)
         for name, (start, end) in zip(order, pairwise(ends))
     }
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors that a file's header lists. Raises ValueError, naming the file, if it is broken or cut off."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+        if start == _LFS_POINTER[:LENGTH_BYTES]:
+            raise ValueError(f"{path}: a pointer of Git LFS, not the weights: run `git lfs pull` in {path.parent}")
+        length = int.from_bytes(start, "little")
+        if len(start) < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+            raise ValueError(f"{path}: no safetensors file, or cut off in its header ({size:,} bytes)")
+        with blamed_on(path):
+            tensors, expected = decode_header(file.read(length))
+    if size != expected:
+        raise ValueError(f"{path}: {size:,} bytes, its header asks for {expected:,}: cut off, or not copied whole")
+    return tensors
 
 
 def decode_header(text: bytes) -> tuple[dict[str, TensorEntry], int]:

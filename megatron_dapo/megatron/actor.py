@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.export import export_adapters
-from megatron_dapo.checkpoints.formats.peft import base_fingerprint
+from megatron_dapo.checkpoints.formats.peft import base_fingerprint, require_own_base
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.megatron.experts import replay_routing, take_replayed
@@ -199,13 +199,15 @@ class MegatronActor(TrainedModel):
     ) -> MegatronActor:
         """Build the actor from a Hugging Face directory, with its weights or, given `random_seed`, with random ones.
 
-        `base`: an actor of the same directory, whose weights it shares.
+        `base`: an actor of the same directory, whose weights it shares. Raises ValueError, on rank 0, if settings.lora.path was
+        trained on another model.
         """
-        rank = (part or all_ranks()).rank
+        rank, lora = (part or all_ranks()).rank, settings.lora
+        merged = Path(lora.path) if lora.path and settings.is_frozen else None
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             if random_seed is None:
-                report = load_from_huggingface(model_dir, tensors, rank, parameters)
+                report = load_from_huggingface(model_dir, tensors, rank, parameters, merged)
                 logger.debug("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, model_dir)
             else:
                 initialize_randomly(random_seed, tensors, rank, parameters)
@@ -213,9 +215,11 @@ class MegatronActor(TrainedModel):
         actor = cls(read_architecture(model_dir), layout, settings, load, running_models, part, base)
         if base is not None:
             actor.base = base.base
-        elif settings.lora.rank and actor.rank == 0:
+        elif actor.adapters is not None and actor.rank == 0:
             fingerprint = base_fingerprint(Path(model_dir)) if random_seed is None else f"random {random_seed}"
             actor.base = str(model_dir), fingerprint
+        if lora.path and actor.adapters is not None and actor.rank == 0:
+            require_own_base(Path(lora.path), *actor.base)
         return actor
 
     def export_adapters(self, target: Path) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
-from megatron_dapo.checkpoints.adapters import MergedWeights, initialize_adapters
+from megatron_dapo.checkpoints.adapters import MergedWeights, initialize_adapters, load_adapters
 from megatron_dapo.checkpoints.formats.peft import AdapterDescription
 from megatron_dapo.checkpoints.layouts.lora import ADAPTER, LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import MegatronLayout, megatron_layout
@@ -64,7 +65,7 @@ class TrainingSettings:
     offload: str = "none"  # a name of OFFLOADS
     freeze: tuple[str, ...] = ()  # parts that keep their weights, see `model.freeze`
     is_frozen: bool = False  # only for passes without gradients: no gradients, main params or optimizer
-    lora: LoraConfig = LoraConfig()  # adapters to train in place of the weights, unless its rank is 0
+    lora: LoraConfig = LoraConfig()  # adapters to train instead of weights if its rank is above 0; in a frozen model, those of its path are merged
     fixed_tokens: int = 0  # pad every micro-batch to this length; 0: no fixed length, or a common one in a pipeline
     collective_timeout_s: float = 1800.0  # a rank fails after waiting this long for the others
 
@@ -117,7 +118,8 @@ class TrainedModel:
         self.part = part or all_ranks()
         self.rank = self.part.rank
         self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
-        self.adapters = LoraLayout(self.tensors, lora.rank, lora.targets) if (lora := settings.lora).rank else None
+        lora = settings.lora
+        self.adapters = LoraLayout(self.tensors, lora.rank, lora.targets) if lora.rank and not settings.is_frozen else None
         self.parallel_state: ParallelState = initialize_parallel_state(
             layout,
             settings.seed,
@@ -172,7 +174,10 @@ class TrainedModel:
         return round_into(parameters, buffers)
 
     def _initialize_adapters(self, buffers: Mapping[str, torch.Tensor], tensors: LoraLayout) -> None:
-        initialize_adapters(self.settings.seed, tensors, self.rank, buffers)
+        if self.settings.lora.path:
+            load_adapters(Path(self.settings.lora.path), tensors, self.rank, buffers)
+        else:
+            initialize_adapters(self.settings.seed, tensors, self.rank, buffers)
 
     @property
     def groups(self) -> Groups:

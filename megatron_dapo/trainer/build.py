@@ -131,9 +131,13 @@ def _load_frozen(
     offload: str | None = None,
     running_models: Sequence[TrainedModel] = (),
 ) -> MegatronActor:
-    """Return a model on the policy's layout that is not trained. `offload`: model.offload if None."""
+    """Return a model on the policy's layout that is not trained. `offload`: model.offload if None.
+
+    model.path is the policy as it starts, so with the adapters of model.lora.path.
+    """
     settings = _actor_settings(config, topology)
-    settings = replace(settings, is_frozen=True, lora=LoraConfig(), offload=settings.offload if offload is None else offload)
+    lora = config.model.lora if path == config.model.path and config.model.lora.path else LoraConfig()
+    settings = replace(settings, is_frozen=True, lora=lora, offload=settings.offload if offload is None else offload)
     return _load_actor(config, topology, path, settings, running_models)
 
 

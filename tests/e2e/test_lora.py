@@ -1,5 +1,5 @@
-"""LoRA through the command: a resumed run ends with the same bits, its checkpoints export what it exported, an adapter of another
-base is refused in one line, and runs that share their base weights are what they are apart."""
+"""LoRA through the command: a resumed run ends with the same bits, its checkpoints export what it exported, what it exported starts
+another run, an adapter of another base is refused in one line, and runs that share their base weights are what they are apart."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def test_resume_and_exports_are_exact_and_another_base_is_refused(recipe: Path, 
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["peft_type"]) == (4, "LORA")
 
+    # Its reference policy is the policy as it starts, which engines serve.
+    further, start = tmp_path / "further", f"model.lora.path={whole / 'adapter'}"
+    for steps in (1, 2):  # the second one resumes
+        outcome = train(recipe, further, "tp2", *LORA, start, "optimizer.learning_rate=1e-6", f"run.total_steps={steps}")
+        assert outcome.code == 0, outcome.text
+    assert lines_of(whole / "metrics.jsonl")[-1]["actor/kl_loss"] > 0.1  # from the model without adapters
+    for row in lines_of(further / "metrics.jsonl"):
+        assert abs(row["actor/kl_loss"]) < 1e-3 and row["mismatch/abs_logprob_diff_mean"] < 1e-4
+    assert (further / adapter).read_bytes() != (whole / adapter).read_bytes()
+
     other = Path(shutil.copytree(BASE, tmp_path / "other"))
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
@@ -44,6 +54,7 @@ def test_resume_and_exports_are_exact_and_another_base_is_refused(recipe: Path, 
     for outcome in (
         run_command("export", str(checkpoint), str(tmp_path / "wrong"), "--model", str(other)),
         train(recipe, parts, "dp2", *LORA, "run.total_steps=4", f"model.path={other}"),
+        train(recipe, tmp_path / "started", "dp2", *LORA, start, f"model.path={other}"),
     ):
         assert outcome.code not in (0, None) and "its adapters belong to the weights of" in outcome.last, outcome.text
     assert not (tmp_path / "wrong").exists()

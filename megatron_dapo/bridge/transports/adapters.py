@@ -27,11 +27,10 @@ from megatron_dapo.bridge.transports.base import (
     SyncRequest,
     TransferResult,
 )
+from megatron_dapo.models.peft import PREFIX
 from megatron_dapo.reshard.execution import Buffers, execute_distributed
 from megatron_dapo.reshard.layout import Layout, PartialLayout, ReplicatedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
-
-PEFT_PREFIX = "base_model.model."
 
 
 class AdapterControl(ServerControl, Protocol):
@@ -89,7 +88,7 @@ class AdapterTransport:
         engines = self.handles.led_by(self.rank, self._request.engines)
         if engines:
             on_host = {name: tensor.cpu() for name, tensor in whole.items()}
-            named = {PEFT_PREFIX + name: tensor for name, tensor in on_host.items()}
+            named = {PREFIX + name: tensor for name, tensor in on_host.items()}
             checksums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in named.items()}
             payload = encode_tensors(named)
             for engine in engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ import torch
 
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
-from megatron_dapo.checkpoints.formats.safetensors import SafetensorsWriter, StoredModel
+from megatron_dapo.checkpoints.formats.safetensors import SafetensorsReader, SafetensorsWriter, StoredModel
 from megatron_dapo.models.architecture import ModelArchitecture
 from megatron_dapo.models.config_json import read_architecture
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
+from megatron_dapo.models.peft import CONFIG_FILE, PREFIX, TENSORS_FILE, adapter_name, read_adapter_config, require_adapters
+from megatron_dapo.reshard.execution import ShardReader
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 from megatron_dapo.untrusted import one_line
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's, before the names of the adapted model
 _SAMPLE = 64  # elements of a tensor that the fingerprint of a model reads
 
 
@@ -96,6 +96,17 @@ def base_fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def require_own_base(directory: Path, base_path: str, fingerprint: str) -> None:
+    """Raise ValueError if the adapters in a PEFT directory name a model that is here and has other weights than `base_path`."""
+    named = read_adapter_config(directory).base
+    is_here = bool(named) and any(Path(named).glob("*.safetensors"))
+    if is_here and base_fingerprint(Path(named)) != fingerprint:
+        raise ValueError(
+            f"{directory}: its adapters belong to the weights of {named}, and model.path = {base_path} has other ones; set "
+            "model.path to that model, or train new adapters"
+        )
+
+
 def write_peft(
     target: Path, description: AdapterDescription, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]
 ) -> None:
@@ -113,6 +124,51 @@ def write_peft(
         for name in specs:
             writer.write(names[name], read(name))
         writer.close()
+
+
+class PeftAdapters(StoredModel):
+    """The adapters in a PEFT directory, by our names. Opening it raises ValueError if it is broken or not plain LoRA."""
+
+    specs: dict[str, TensorSpec]
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.config = path, read_adapter_config(path)
+        reader = self._readers[TENSORS_FILE] = SafetensorsReader(path / TENSORS_FILE)
+        self.stored_names = {adapter_name(stored): stored for stored in reader.tensors}
+        self.specs = {name: reader.tensors[stored].spec for name, stored in self.stored_names.items()}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], targets: Sequence[str] | None = None) -> None:
+        """Raise ValueError unless they are adapters for the matrices of `shapes`, see `require_adapters`."""
+        stored = {name: spec.shape for name, spec in self.specs.items()}
+        require_adapters(self.path, stored, shapes, self.config.rank, targets)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        spec = self.specs[name]
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self._readers[TENSORS_FILE].read(self.stored_names[name], out)
+        return out
+
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Read `bounds` of a tensor; see `ShardReader`."""
+        self._readers[TENSORS_FILE].read(self.stored_names[shard.tensor], out, bounds)
+
+
+class AddedAdapters:
+    """`ShardReader` of a model in `base` with the adapters of a PEFT directory merged in, in the type of what it fills."""
+
+    def __init__(self, base: ShardReader, adapters: PeftAdapters) -> None:
+        self._base, self._adapters = base, adapters
+
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Copy `bounds` of a tensor of the merged model to `out`."""
+        self._base.read(rank, shard, bounds, out)
+        matrix = shard.tensor.removesuffix(WEIGHT)
+        if matrix + LORA_A not in self._adapters.specs:
+            return
+        a, b = (self._adapters.read_tensor(matrix + kind).to(out) for kind in (LORA_A, LORA_B))
+        (row, column), (rows, columns) = bounds
+        out.addmm_(b[row : row + rows], a[:, column : column + columns], alpha=self._adapters.config.scale)
 
 
 class MergedModel(StoredModel):

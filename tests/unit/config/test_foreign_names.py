@@ -45,7 +45,7 @@ def test_no_field_of_this_package_is_taken_for_another_systems_key() -> None:
         ("rollout.n=8", "did you mean rollout.group_size?"),
         ("beta=0.0", "did you mean algorithm.kl_loss_coefficient"),
         ("algorithm.epsilon_high=0.28", "did you mean algorithm.loss.clip_ratio_high?"),
-        ("model.lora_rank=8", "there is no LoRA: all weights are trained"),
+        ("model.lora_rank=8", "did you mean model.lora.rank?"),
         ("model.device=cuda", "set CUDA_VISIBLE_DEVICES"),
         ("rollout.engine=vllm", "vllm is sglang"),
         ("algorithm.name=grpo", 'grpo is dapo with algorithm.advantage = "grpo", loss = "ppo_clip"'),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megatron_dapo.checkpoints.formats.saved_model import state_index
@@ -23,6 +24,7 @@ from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor.inputs import input_problems, machine_problems, quick_problems
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.lora import adapter_shapes
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.run.plan import ONE_NODE_OF_CPUS, Machines, make_plan
 
@@ -80,6 +82,10 @@ def written(name: str, content: str | bytes) -> Callable[[Path], None]:
     return lambda own: (own / name).write_bytes(data) and None
 
 
+def together(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda own: [change(own) for change in changes] and None
+
+
 def removed(*names: str) -> Callable[[Path], None]:
     return lambda own: [(own / name).unlink() for name in names] and None
 
@@ -98,6 +104,22 @@ def model_config(**fields: object) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
     return change
+
+
+def adapters(rank: int = 4, projections: tuple[str, ...] = ("q_proj", "v_proj"), **config: object) -> Callable[[Path], None]:
+    """A PEFT directory next to the recipe, with `rank` rows of each lora_A of the quickstart's model."""
+
+    def make(own: Path) -> None:
+        shapes = adapter_shapes(read_architecture(own / "base_model").shapes(), rank, projections)
+        (own / "adapter").mkdir()
+        tensors = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+        save_file(tensors, own / "adapter" / "adapter_model.safetensors")
+        (own / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}))
+
+    return make
+
+
+ADAPTED = ("model.lora.path=OWN/adapter", "model.lora.rank=4", "model.lora.alpha=8.0", 'model.lora.targets=["q_proj","v_proj"]')
 
 
 def nothing(own: Path) -> None:
@@ -334,6 +356,34 @@ BAD: dict[str, dict[str, tuple[Callable[[Path], None], tuple[str, ...], *tuple[s
             "git lfs pull",
         ),
         "a tokenizer without a chat template": (own_template(""), (), "no chat template", "plain"),
+    },
+    "model.lora.rank": {
+        "adapters of another rank": (
+            adapters(),
+            (*ADAPTED, "model.lora.rank=8"),
+            "model.lora.rank = 8, model.lora.alpha = 8",
+            "set model.lora.rank = 4 and model.lora.alpha = 8",
+        ),
+        "adapters that nothing trains": (adapters(), ADAPTED[:1], "model.lora.rank = 0", "set model.lora.rank = 4"),
+    },
+    "model.lora.alpha": {
+        "adapters of another scale": (adapters(use_rslora=True), ADAPTED, "and model.lora.alpha = 16"),
+    },
+    "model.lora.path": {
+        "no adapters": (nothing, (*ADAPTED, "model.lora.path=OWN/adaptor"), "that PEFT's save_pretrained wrote"),
+        "a directory without adapters": (nothing, (*ADAPTED, "model.lora.path=OWN/base_model"), "no adapter_config.json"),
+        "adapters with magnitudes": (adapters(use_dora=True), ADAPTED, "use_dora = True: not plain LoRA"),
+        "adapters of several ranks": (adapters(rank_pattern={"q_proj": 2}), ADAPTED, "rank_pattern = {'q_proj': 2}"),
+        "adapters of changed weights": (adapters(init_lora_weights="pissa"), ADAPTED, "init_lora_weights = pissa"),
+        "no LoRA": (adapters(peft_type="IA3"), ADAPTED, "adapters of another kind than LoRA"),
+        "a rank that is text": (adapters(r="4"), ADAPTED, "r = 4 and lora_alpha = 8 are not"),
+        "other matrices": (adapters(), ADAPTED[:3], 'set model.lora.targets = ["q_proj", "v_proj"]'),
+        "another shape": (adapters(rank=3), ADAPTED, "adapters of another model", "lora_A.weight (3, 96) there, (4, 96)"),
+        "no tensors": (together(adapters(), removed("adapter/adapter_model.safetensors")), ADAPTED, "adapter_model.safetensors"),
+        "tensors that were cut off": (together(adapters(), cut("adapter/adapter_model.safetensors", 0.9)), ADAPTED, "its header asks"),
+    },
+    "model.allow_random_init": {
+        "adapters of random weights": (adapters(), (*ADAPTED, "model.allow_random_init=true"), "stored adapters belong to stored weights"),
     },
     "reward.verifier": {
         "a verifier of no module": (

@@ -154,6 +154,29 @@ def test_adapters_of_grouped_experts_are_refused_and_others_are_not(references: 
     step(build_actor(want, LAYOUT, ActorSettings(lora=attention, model=grouped)), 0)
 
 
+def test_a_run_starts_from_exported_adapters_and_a_frozen_copy_has_them_merged(base: Path, tmp_path: Path) -> None:
+    trained = build(base)
+    for seed in (0, 1):
+        step(trained, seed)
+    trained.export_adapters(tmp_path / "adapter")
+    stored = LORA.model_copy(update={"path": str(tmp_path / "adapter")})
+    started, frozen = build(base, stored), MegatronActor.build(base, LAYOUT, ActorSettings(lora=stored, is_frozen=True))
+    for name, parameter in started.trained_parameters().items():
+        assert torch.equal(parameter, trained.trained_parameters()[name]), name
+    served, own = trained.served_parameters(), frozen.served_parameters()
+    assert served.keys() == own.keys() and all(torch.equal(own[name], served[name]) for name in served)
+    logprobs = [actor.forward_logprobs(micro_batches(1), TEMPERATURE)[0].logprobs for actor in (trained, frozen)]
+    torch.testing.assert_close(*logprobs, rtol=1e-5, atol=1e-5)
+    assert step(started, 2) != step(build(base), 2)
+
+    other = reference_model("qwen3").float()
+    with torch.no_grad():
+        other.model.layers[2].mlp.up_proj.weight[0, 3] += 1
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"belong to the weights of {base}, and model.path = {tmp_path / 'other'} has other ones"):
+        build(tmp_path / "other", stored)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # gemma3 adds adapters before a norm
 def test_the_policy_before_its_adapters_is_the_one_it_started_from_bit_for_bit(references: str, name: str) -> None:
     want = Reference.read(references, name)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.checkpoints.formats.peft import CONFIG_FILE, PREFIX, TENSORS_FILE, AdapterDescription, write_peft
+from megatron_dapo.checkpoints.formats.peft import AdapterDescription, PeftAdapters, write_peft
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
 from megatron_dapo.models.config_json import read_architecture
+from megatron_dapo.models.peft import CONFIG_FILE, PREFIX, TENSORS_FILE
 from megatron_dapo.parallel.layout import ParallelLayout
 
 TARGETS = ("q_proj", "down_proj")
@@ -39,4 +40,7 @@ def test_adapters_are_of_the_decoder_s_modules_and_no_others(
     adapted = {name for name in layers if isinstance(targets, list) or re.fullmatch(targets, name)}
     tensors = load_file(tmp_path / "adapter" / TENSORS_FILE)
     assert adapted == decoder
+    with PeftAdapters(tmp_path / "adapter") as stored:
+        stored.check(read_architecture(base).shapes(), TARGETS)
+        assert stored.specs == specs
     assert set(tensors) == {f"{PREFIX}{name}.{kind}.weight" for name in decoder for kind in ("lora_A", "lora_B")}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from megatron_dapo.checkpoints.adapters import MergedWeights, fresh_lora_a, initialize_adapters
+from megatron_dapo.checkpoints.adapters import MergedWeights, fresh_lora_a, initialize_adapters, load_adapters
+from megatron_dapo.checkpoints.formats.peft import AddedAdapters, PeftAdapters
 from megatron_dapo.checkpoints.layouts.lora import LoraLayout
 from megatron_dapo.checkpoints.layouts.megatron import megatron_layout
+from megatron_dapo.checkpoints.load import TensorReader, fill
 from megatron_dapo.models.config_json import parse_architecture
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.reshard.layout import Layout, TensorSpec, check_layout, shard_view, slice_view
+from megatron_dapo.reshard.layout import Layout, SingleHolderLayout, TensorSpec, check_layout, shard_view, slice_view
 from tests.unit.config import architectures
 from tests.unit.plan.models import DEEPSEEK_V3, QWEN3_NEXT_80B
 
@@ -77,17 +83,22 @@ def local_buffers(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> 
     return buffers
 
 
+def merge(weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    merged = dict(weights)
+    for name in adapters:
+        if name.endswith(LORA_A):
+            matrix = name.removesuffix(LORA_A)
+            merged[matrix + WEIGHT] = weights[matrix + WEIGHT] + SCALE * adapters[matrix + LORA_B] @ adapters[name]
+    return merged
+
+
 @pytest.mark.parametrize("chosen", ["all", "some"])
 @pytest.mark.parametrize(("model", "fields"), LAYOUTS)
 def test_every_rank_merges_its_shards_as_the_whole_matrix(model: str, fields: dict[str, int], chosen: str) -> None:
     layout = adapter_layout(model, fields, SOME.get(model, ("q_proj", "up_proj")) if chosen == "some" else ())
     check_layout(layout)
     weights, adapters = drawn(layout.base.tensors, 1), drawn(layout.tensors, 2)
-    merged = dict(weights)
-    for name in adapters:
-        if name.endswith(LORA_A):
-            matrix = name.removesuffix(LORA_A)
-            merged[matrix + WEIGHT] = weights[matrix + WEIGHT] + SCALE * adapters[matrix + LORA_B] @ adapters[name]
+    merged = merge(weights, adapters)
     assert sum(not torch.equal(merged[name], weights[name]) for name in weights) == len(adapters) // 2
     for rank in range(layout.num_ranks):
         buffers = {**local_buffers(layout.base, rank, weights), **local_buffers(layout, rank, adapters)}
@@ -120,6 +131,38 @@ def test_every_layout_starts_from_the_same_adapters(model: str, fields: dict[str
         initialize_adapters(5, layout, rank, buffers)
         for name, tensor in local_buffers(layout, rank, whole).items():
             assert torch.equal(buffers[name], tensor), name
+
+
+@pytest.mark.parametrize(("model", "fields"), LAYOUTS)
+def test_every_rank_reads_its_part_of_a_peft_directory(model: str, fields: dict[str, int], tmp_path: Path) -> None:
+    """The adapters, and the model with them merged."""
+    layout = adapter_layout(model, fields, SOME.get(model, ()))
+    weights, adapters = drawn(layout.base.tensors, 1), drawn(layout.tensors, 2)
+    save_file({f"base_model.model.{name}": tensor for name, tensor in adapters.items()}, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK**0.5, "use_rslora": True, "lora_dropout": 0.1}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    merged = merge(weights, adapters)
+    with PeftAdapters(tmp_path) as stored:
+        reader = AddedAdapters(TensorReader(weights), stored)
+        for rank in range(layout.num_ranks):
+            buffers = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+            load_adapters(tmp_path, layout, rank, buffers)
+            for name, tensor in local_buffers(layout, rank, adapters).items():
+                assert torch.equal(buffers[name], tensor), name
+            served = {name: torch.full(shape, torch.nan) for name, shape in layout.base.local_shapes(rank).items()}
+            fill(SingleHolderLayout(layout.base.tensors, layout.num_ranks), reader, layout.base, rank, served)
+            for name, tensor in local_buffers(layout.base, rank, merged).items():
+                torch.testing.assert_close(served[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    layout = adapter_layout("dense", {}, ("q_proj",))
+    adapters = drawn(layout.tensors, 2)
+    adapters["model.layers.1.self_attn.q_proj.lora_B.weight"][0, 1] = torch.nan
+    save_file({f"base_model.model.{name}": tensor for name, tensor in adapters.items()}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 1}))
+    with pytest.raises(ValueError, match="some of its elements are not numbers"):
+        load_adapters(tmp_path, layout, 0, {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()})
 
 
 def test_a_fresh_lora_a_is_uniform_as_in_peft() -> None:
