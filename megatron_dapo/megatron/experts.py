@@ -10,6 +10,7 @@ weights them, with gradients, as if it had chosen them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,19 +203,30 @@ def _forget(layer: MoELayer, *_: Any) -> None:
                 setattr(holder, name, None)
 
 
-# An expert's matrix in a grouped layer. Transformer Engine has one parameter per expert, so only names and order
-# differ.
-_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)$")
+# An expert's matrix, or that of its adapter, in a grouped layer. Transformer Engine has one parameter per expert, so only names
+# and order differ.
+_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12])\.(weight|bias|adapter_[ab])(\d+)$")
+_SINGLE = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.\d+\.")
 
 
 def one_name_an_expert(path: str) -> str:
     """Return a parameter's path under its SequentialMLP name, so that an expert's matrix has one name, grouped or
     not."""
-    return _GROUPED.sub(r"local_experts.\3.\1.\2", path)
+    return _GROUPED.sub(lambda found: f"local_experts.{found[3]}.{found[1]}.{found[2].replace('adapter_', 'adapter.')}", path)
+
+
+def grouped_layer(path: str) -> str:
+    """Return the path of the grouped layer that holds an expert's linear layer, given its SequentialMLP path."""
+    return _SINGLE.sub("", path)
 
 
 class ExpertWeights(torch.nn.Module):
     """One linear layer's matrices, for all experts of a rank."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        """`layers`: the linear layer of each expert."""
+        super().__init__()
+        self.layers = tuple(layers)  # no submodules: their parameters are this module's
 
     def forward(self) -> None:
         """Run only the hooks of a forward pass: megatron-core's gather of the weights waits for them."""
@@ -231,7 +243,7 @@ class GroupedExperts(SequentialMLP):
         # Not a submodule any more: its parameters are registered below.
         self.local_experts: tuple[torch.nn.Module, ...] = experts
         for layer, dim in (("linear_fc1", 0), ("linear_fc2", 1)):
-            weights = ExpertWeights()
+            weights = ExpertWeights([getattr(expert, layer) for expert in experts])
             for index, expert in enumerate(experts):
                 weight = getattr(expert, layer).weight
                 if not hasattr(weight, "tensor_model_parallel"):  # later megatron-core versions mark it

@@ -8,6 +8,8 @@ ours, megatron-core's or Transformer Engine's. Tensor-parallel ranks exchange on
 | column-parallel (linear_qkv, linear_fc1, ...) | whole | rows of the rank | gathered under sequence parallelism |
 | row-parallel (linear_proj, linear_fc2, out_proj) | columns of the rank | whole | summed (and scattered) over tensor ranks |
 | on every rank (compressions of latent attention) | whole | whole | not exchanged: each rank maps its tokens |
+
+A grouped layer, which computes all experts of a rank in one call, holds the parameters of its experts' adapters.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.layouts.lora import AdapterBuffers, LoraLayout
 from megatron_dapo.checkpoints.layouts.state import EXPERTS
+from megatron_dapo.megatron.experts import ExpertWeights, grouped_layer
 from megatron_dapo.megatron.layers import PostNorm, rms_norm
 from megatron_dapo.megatron.model import unwrap
-from megatron_dapo.models.lora import DUPLICATED, ROW_PARALLEL, WEIGHT, matrix_name
+from megatron_dapo.models.lora import DUPLICATED, ROW_PARALLEL, matrix_name
 
 
 class Adapter(torch.nn.Module):
@@ -49,7 +52,8 @@ class Adapter(torch.nn.Module):
         config: TransformerConfig,
         group: dist.ProcessGroup,
     ) -> None:
-        """`group`: the ranks over which the layer is cut, tensor ranks or those of an expert."""
+        """`layer`: the linear layer, or the grouped layer that it is a part of. `group`: the ranks over which it is cut, tensor
+        ranks or those of an expert."""
         super().__init__()
         settings: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.a = torch.nn.Parameter(torch.full(buffers.a.shape, torch.nan, **settings))
@@ -68,7 +72,7 @@ class Adapter(torch.nn.Module):
         dim = 0 if self.is_column_parallel else 1
         cut = None if self.is_duplicated else self.a if dim else self.b
         for parameter in (self.a, self.b):
-            parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+            parameter.allreduce = getattr(next(layer.parameters()), "allreduce", True)  # type: ignore[attr-defined]
             if parameter is cut:
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
             elif not self.is_expert:
@@ -143,10 +147,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale: float, rank: int) -> None:
-    """Freeze the chunks and add the adapters of `layout`, whose weights are NaN until loaded.
-
-    Raise ValueError for a layer without a separate module (grouped experts).
-    """
+    """Freeze the chunks and add the adapters of `layout`, whose weights are NaN until loaded."""
     for chunk in map(unwrap, chunks):
         if getattr(chunk.config, "use_transformer_engine_op_fuser", False):
             raise ValueError("LoRA needs each linear layer by itself: set megatron.use_transformer_engine_op_fuser = false")
@@ -154,27 +155,48 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], layout: LoraLayout, scale
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
             # Recomputation passes no gradient to the parameters of a layer whose input needs none.
             chunk.embedding.register_forward_hook(_require_gradient)
+    grouped: dict[torch.nn.Module, list[Adapter]] = {}
     for buffers in layout.adapters(rank):
         stage, _, path = buffers.layer.partition(".")
-        chunk = unwrap(chunks[int(stage)])
-        try:
-            layer = chunk.get_submodule(path)
-        except AttributeError:
-            raise ValueError(
-                f"LoRA on {buffers.matrices[0]}{WEIGHT} needs experts as separate layers: set megatron.moe_grouped_gemm = false, "
-                "or leave gate_proj, up_proj and down_proj out of model.lora.targets"
-            ) from None
+        chunk, is_expert = unwrap(chunks[int(stage)]), EXPERTS in buffers.layer
+        is_grouped = is_expert and chunk.config.moe_grouped_gemm
+        layer = chunk.get_submodule(grouped_layer(path) if is_grouped else path)
         groups = chunk.pg_collection
-        group = groups.expt_tp if EXPERTS in buffers.layer else groups.tp
-        layer.adapter = Adapter(layer, buffers, scale, chunk.config, group)
-        if not isinstance(layer, PostNorm):  # it adds the adapter before its norm
-            layer.register_forward_hook(_add_adapter)
+        adapter = Adapter(layer, buffers, scale, chunk.config, groups.expt_tp if is_expert else groups.tp)
+        if is_grouped:
+            grouped.setdefault(layer, []).append(adapter)
+        else:
+            _attach(layer, adapter)
+    for layer, adapters in grouped.items():
+        attach_to_grouped(layer, adapters)
+
+
+def _attach(layer: torch.nn.Module, adapter: Adapter) -> None:
+    layer.adapter = adapter
+    if not isinstance(layer, PostNorm):  # it adds the adapter before its norm
+        layer.register_forward_hook(_add_adapter)
+
+
+def attach_to_grouped(layer: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
+    """Add the adapters of all experts of a rank, in their order."""
+    layer.adapters = tuple(adapters)  # type: ignore[assignment]
+    # In the order of `one_name_an_expert`, and in the layer: its hooks gather them with its weights.
+    for kind in ("a", "b"):
+        for index, adapter in enumerate(adapters):
+            layer.register_parameter(f"adapter_{kind}{index}", getattr(adapter, kind))
+    if isinstance(layer, ExpertWeights):
+        for part, adapter in zip(layer.layers, adapters, strict=True):
+            _attach(part, adapter)
+    else:
+        layer.register_forward_hook(_add_grouped)
 
 
 @contextmanager
 def without_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let the chunks compute as before training inside the block."""
-    adapters = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    adapters = [module for module in modules if isinstance(module, Adapter)]
+    adapters += [adapter for module in modules for adapter in getattr(module, "adapters", ())]
     for adapter in adapters:
         adapter.is_on = False
     try:
@@ -187,6 +209,14 @@ def without_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 def _add_adapter(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     assert isinstance(layer.adapter, Adapter)
     return (layer.adapter.add_to(output[0], inputs[0]), *output[1:])
+
+
+def _add_grouped(layer: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add the adapters to the output [tokens, outputs] of Transformer Engine's grouped layer, whose inputs are the tokens of one
+    expert after another and their numbers."""
+    hidden, counts = inputs
+    parts = zip(layer.adapters, output[0].split(counts), hidden.split(counts), strict=True)
+    return (torch.cat([adapter.add_to(out, tokens) for adapter, out, tokens in parts]), *output[1:])
 
 
 def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

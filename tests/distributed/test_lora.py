@@ -7,6 +7,7 @@ import pytest
 from launcher import require_parity
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+GROUPED = {"moe_grouped_gemm": True}  # the names and order of Transformer Engine's grouped layers
 # Each path of the code once: 4 ranks.
 CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "targets": "all", "layout": {"tensor": 2}},
@@ -17,6 +18,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3-moe", "targets": "all", "layout": {"expert": 2}},
     {"model": "qwen3-moe-mixed", "targets": "all", "layout": {**SEQUENCE, "expert": 2, "expert_tensor": 1}},
     {"model": "qwen3-moe", "targets": "some", "layout": {**SEQUENCE, "pipeline": 2}},
+    {"model": "qwen3-moe", "targets": "all", "layout": {**SEQUENCE, "expert": 2}, "megatron": GROUPED},
     {"model": "qwen3-moe", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},
     {"model": "deepseek", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},  # latent attention, a shared expert
     {"model": "qwen3-next", "targets": "all", "layout": {**SEQUENCE, "context": 2}},  # gated delta nets, a gated shared expert

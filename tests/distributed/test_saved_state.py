@@ -75,7 +75,7 @@ CASES: list[dict[str, Any]] = [
     {
         "model": "qwen3-moe-mixed",
         "lora": {"rank": 3, "targets": ("q_proj", "v_proj", "up_proj", "down_proj")},
-        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}},
+        "source": {"layout": {"expert": 2, "tensor": 2, "sequence_parallel": True}, "megatron": GROUPED},
         "target": {"layout": {"pipeline": 2, "expert": 2}, "on_host": True},
         "dtype": "bfloat16",
     },

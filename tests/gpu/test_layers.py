@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dapo.config.model_schema import LoraConfig
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 
 BF16 = 2.0**-8  # largest relative error of rounding to bf16
@@ -355,9 +357,17 @@ def test_buffers_of_overlapped_communication_are_asked_for_by_their_names() -> N
 
 
 @pytest.mark.usefixtures("transformer_engine")
-@pytest.mark.parametrize("name", ["bf16", "fp8_blockwise"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused, request) -> None:
+@pytest.mark.parametrize(
+    ("name", "fused", "lora"),
+    [
+        ("bf16", False, LoraConfig()),
+        ("bf16", True, LoraConfig()),
+        ("bf16", False, LoraConfig(rank=8)),
+        ("fp8_blockwise", False, LoraConfig()),
+        ("fp8_blockwise", True, LoraConfig()),
+    ],
+)
+def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fused, lora, request) -> None:
     """The same log-probs and gradients up to the order of sums, and a state that the other form has saved."""
     if fused and request.config.getoption("--stand-in", default=False):
         pytest.skip("Triton's kernels of the fused permutation have no stand-in")
@@ -366,7 +376,7 @@ def test_grouped_experts_are_those_computed_one_after_another(recipe, name, fuse
     want, layout, settings = wide_settings(recipe(name), "experts")
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     single, grouped = (
-        build(want, layout, replace(settings, model=replace(settings.model, megatron=options)))
+        build(want, layout, replace(settings, lora=lora, model=replace(settings.model, megatron=options)))
         for options in ({"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "moe_permute_fusion": fused})
     )
     outputs = [actor.forward_logprobs(micro_batches, TEMPERATURE) for actor in (single, grouped)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from megatron_dapo.checkpoints.formats.saved_model import index_file, rank_file
 from megatron_dapo.config.model_schema import LoraConfig, OptimizerConfig
 from megatron_dapo.files.durable import HERE
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, PolicyBeforeAdapters
-from megatron_dapo.megatron.model import DeferredOutputLayer
+from megatron_dapo.megatron.lora import attach_to_grouped, without_adapters
+from megatron_dapo.megatron.model import DeferredOutputLayer, unwrap
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.models.lora import LORA_A, LORA_B, WEIGHT
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -146,12 +148,50 @@ def test_gradients_of_the_hidden_states_have_the_strides_of_a_matrix() -> None:
     assert strides == [(8, 8, 1)]
 
 
-def test_adapters_of_grouped_experts_are_refused_and_others_are_not(references: str) -> None:
-    want, grouped = Reference.read(references, "qwen3-moe"), ModelSettings(megatron={"moe_grouped_gemm": True})
-    with pytest.raises(ValueError, match="gate_proj.weight needs experts as separate layers: set megatron.moe_grouped_gemm = false"):
-        build_actor(want, LAYOUT, ActorSettings(lora=LORA, model=grouped))
-    attention = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
-    step(build_actor(want, LAYOUT, ActorSettings(lora=attention, model=grouped)), 0)
+def test_adapters_of_grouped_experts_are_those_of_experts_apart_bit_for_bit(references: str) -> None:
+    want = Reference.read(references, "qwen3-moe")
+    optimizer = OptimizerConfig(clip_grad=1e6)  # the norm is a sum in another order
+    single, grouped = (
+        build_actor(want, LAYOUT, ActorSettings(optimizer=optimizer, lora=LORA, model=ModelSettings(megatron=options)))
+        for options in ({}, {"moe_grouped_gemm": True, "overlap_param_gather": True, "overlap_grad_reduce": True})
+    )
+    for seed in (0, 1):
+        assert step(single, seed) == step(grouped, seed)
+    state = grouped.saved_state.tensors()
+    assert any(".experts." in key for key in state)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in single.saved_state.tensors().items())
+    reference = [PolicyBeforeAdapters(actor).forward_logprobs(micro_batches(1), TEMPERATURE)[0].logprobs for actor in (single, grouped)]
+    trained = grouped.forward_logprobs(micro_batches(1), TEMPERATURE)[0].logprobs
+    assert torch.equal(*reference) and not torch.equal(trained, reference[0])
+
+
+def test_a_grouped_layer_of_transformer_engine_adds_each_expert_s_adapter_to_its_tokens(references: str) -> None:
+    """Its call, made here by a layer of this test: tokens of one expert after another, and their numbers."""
+
+    class GroupedLinear(torch.nn.Module):
+        def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+            super().__init__()
+            for index, weight in enumerate(weights):
+                self.register_parameter(f"weight{index}", torch.nn.Parameter(weight, requires_grad=False))
+
+        def forward(self, hidden: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
+            parts = hidden.split(counts)
+            return torch.cat([part @ getattr(self, f"weight{index}").T for index, part in enumerate(parts)]), None
+
+    actor = build_actor(Reference.read(references, "qwen3-moe"), LAYOUT, ActorSettings(lora=LORA, model=ModelSettings(megatron={"moe_grouped_gemm": True})))
+    step(actor, 0)  # B is not zero any more
+    ours = unwrap(actor.chunks[0]).decoder.layers[1].mlp.experts.linear_fc1
+    layer = GroupedLinear([getattr(ours, f"weight{index}").detach() for index in range(len(ours.layers))])
+    attach_to_grouped(layer, ours.adapters)
+    counts = [3, 0, 5, *([1] * (len(ours.layers) - 3))]
+    hidden = torch.randn(sum(counts), ours.weight0.shape[1], generator=torch.Generator().manual_seed(0))
+    apart = [part(tokens)[0] for part, tokens in zip(ours.layers, hidden.split(counts), strict=True)]
+    assert torch.equal(layer(hidden, counts)[0], torch.cat(apart))
+    names = [name for name, _ in layer.named_parameters()]
+    assert names[-2:] == [f"adapter_b{len(counts) - 2}", f"adapter_b{len(counts) - 1}"] and len(names) == 3 * len(counts)
+    with without_adapters([layer]):
+        plain = layer(hidden, counts)[0]
+    assert float((plain - torch.cat(apart).detach()).abs().max()) > 1e-4
 
 
 def test_a_run_starts_from_exported_adapters_and_a_frozen_copy_has_them_merged(base: Path, tmp_path: Path) -> None:
