@@ -48,17 +48,23 @@ def build(want: Any, layout: Any, settings: Any) -> Any:
 
 
 def errors_against_fp64(references: str, name: str, dtype: str) -> dict[str, float]:
-    """Return the differences of log-probs (largest) and of each parameter's gradient (norm) on ragged packed micro-batches."""
-    from actor_checks import REPLAYED, TEMPERATURE, Reference, loss_fn, ragged_batch
+    """Return `errors_of` an actor with the weights of a reference."""
+    from actor_checks import REPLAYED, Reference
 
     from megatron_dapo.megatron.actor import ActorSettings
     from megatron_dapo.megatron.model_config import ModelSettings
     from megatron_dapo.parallel.layout import ParallelLayout
 
     want, layout = Reference.read(references, name), ParallelLayout(1)
-    replays = name.endswith(REPLAYED)
-    actor = build(want, layout, ActorSettings(model=ModelSettings(dtype=dtype), replays_routing=replays))
-    batch = ragged_batch().of_rank(layout, 0, want.architecture.experts if replays else None)
+    settings = ActorSettings(model=ModelSettings(dtype=dtype), replays_routing=name.endswith(REPLAYED))
+    return errors_of(build(want, layout, settings), want)
+
+
+def errors_of(actor: Any, want: Any) -> dict[str, float]:
+    """Return the differences of log-probs (largest) and of each parameter's gradient (norm) on ragged packed micro-batches."""
+    from actor_checks import TEMPERATURE, loss_fn, ragged_batch
+
+    batch = ragged_batch().of_rank(actor.layout, 0, want.architecture.experts if actor.replays_routing else None)
     micro_batches = [on_device(micro_batch) for _, micro_batch in batch]
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
     logprob = max(
@@ -73,7 +79,7 @@ def _gradient_error(actor: Any, gradients: Any) -> float:
     from actor_checks import fill_local
 
     expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in actor.gradients().items()}
-    fill_local(expected, actor.tensors, 0, gradients)
+    fill_local(expected, actor.trained_tensors, 0, gradients)
     found = {name: gradient.double().cpu() for name, gradient in actor.gradients().items()}
     return max(float((found[name] - right).norm() / right.norm().clamp(min=1e-12)) for name, right in expected.items())
 
@@ -90,6 +96,26 @@ def test_own_layers_against_fp64(references, monkeypatch, name, dtype, bound) ->
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", REPLAYED_EXPERTS])
 def test_transformer_engines_layers_against_fp64(references, name) -> None:
     found = errors_against_fp64(references, name, "bfloat16")
+    assert max(found.values()) < 0.1, found
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", REPLAYED_EXPERTS])  # with biases; norms of heads; grouped experts
+def test_adapters_next_to_transformer_engines_layers_against_fp64(tmp_path, name) -> None:
+    """B is not zero. The gradients follow from those of the merged weights."""
+    from actor_checks import REPLAYED, Reference
+    from lora_checks import adapter_gradients, drawn_adapters, lora_actor, write_lora_references
+
+    from megatron_dapo.megatron.actor import ActorSettings
+    from megatron_dapo.megatron.model_config import ModelSettings
+    from megatron_dapo.parallel.layout import ParallelLayout
+
+    write_lora_references(tmp_path, [{"targets": "all", "model": name}])
+    want = Reference.read(tmp_path / "all", name)
+    settings = ActorSettings(model=ModelSettings(dtype="bfloat16"), replays_routing=name.endswith(REPLAYED))
+    actor = lora_actor(want, ParallelLayout(1), "all", settings)
+    gradients = adapter_gradients(drawn_adapters(want.weights, "all"), want.gradients)
+    found = errors_of(actor, replace(want, gradients=gradients))
     assert max(found.values()) < 0.1, found
 
 
