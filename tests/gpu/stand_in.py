@@ -17,6 +17,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,12 +373,15 @@ def generic_gemm(
 def te_general_grouped_gemm(*values: Any) -> list[torch.Tensor]:
     left, transposes_left, right, transposes_right, outputs, _, sizes, biases, _, is_one, gelus = values[:11]
     grad, workspace, workspace_size, accumulates, splits = values[11:16]
-    assert not any(tensor.numel() for tensor in (*biases, *gelus)), "not stood in for"
+    assert not any(tensor.numel() for tensor in gelus), "not stood in for"
     outputs = outputs[0].split(list(sizes)) if is_one else outputs
-    for one, other, output in zip(left, right, outputs, strict=True):
+    for one, other, output, bias in zip(left, right, outputs, biases, strict=True):
+        given = bias if bias.numel() else None
         if output.numel():
-            arguments = (transposes_left, other, transposes_right, output, None, None, None, None, False, None)
-            generic_gemm(one, *arguments, grad, workspace[0], workspace_size, accumulates, splits)
+            arguments = (transposes_left, other, transposes_right, output, None, None, given, None, False, None)
+            of_bias = generic_gemm(one, *arguments, grad, workspace[0], workspace_size, accumulates, splits)[1]
+            if of_bias is not None:
+                bias.copy_(of_bias)
     return list(biases)
 
 
@@ -415,10 +419,9 @@ def _plain_dtype(matrix: Any) -> torch.dtype:
 def rmsnorm_fwd(
     input: Any, weight: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int, zero_centered: bool
 ) -> list[Any]:
-    assert not zero_centered
     wide = input.float()
     rsigma = (wide.square().mean(dim=-1) + eps).rsqrt()
-    normed = (wide * rsigma[..., None] * weight.float()).to(_model_dtype(otype))
+    normed = (wide * rsigma[..., None] * (weight.float() + zero_centered)).to(_model_dtype(otype))
     if quantizer is not None:
         return [quantize(normed, quantizer, ln_out), None, rsigma.flatten()]
     return [normed if ln_out is None else ln_out.copy_(normed), None, rsigma.flatten()]
@@ -429,7 +432,7 @@ def rmsnorm_bwd(
     dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered: bool
 ) -> list[Any]:
     wide, scale = x.float().view(dz.shape), rsigma.view(*dz.shape[:-1], 1)
-    normed, upstream = wide * scale, dz.float() * gamma.float()
+    normed, upstream = wide * scale, dz.float() * (gamma.float() + zero_centered)
     to_x = scale * (upstream - normed * (upstream * normed).mean(dim=-1, keepdim=True))
     to_gamma = (dz.float() * normed).flatten(0, -2).sum(0)
     return [to_x.to(x.dtype), to_gamma.to(gamma.dtype)]
@@ -472,28 +475,54 @@ def fused_attn_bwd(*values: Any) -> list[Any]:
 
 
 @compiled
+def convert_thd_to_bshd(packed: torch.Tensor, bounds: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
+    padded = packed.new_zeros(batch, longest, *packed.shape[1:])
+    for index, (first, end) in enumerate(pairwise(bounds.tolist())):
+        padded[index, : end - first] = packed[first:end]
+    return padded
+
+
+@compiled
+def convert_bshd_to_thd(padded: torch.Tensor, bounds: torch.Tensor, tokens: int) -> torch.Tensor:
+    packed = padded.new_zeros(tokens, *padded.shape[2:])
+    for index, (first, end) in enumerate(pairwise(bounds.tolist())):
+        packed[first:end] = padded[index, : end - first]
+    return packed
+
+
+@compiled
 def fused_rope_forward(*values: Any) -> torch.Tensor:
     cosines, sines = _angles(*values)
-    wide = values[0].float()
-    return (wide * cosines + _half_turned(wide) * sines).to(values[0].dtype)
+    wide, rest = _turned(values[0], cosines)
+    return torch.cat((wide * cosines + _half_turned(wide) * sines, rest), dim=-1).to(values[0].dtype)
 
 
 @compiled
 def fused_rope_backward(*values: Any) -> torch.Tensor:
     cosines, sines = _angles(*values)
-    wide = values[0].float()
-    return (wide * cosines - _half_turned(wide * sines)).to(values[0].dtype)
+    wide, rest = _turned(values[0], cosines)
+    return torch.cat((wide * cosines - _half_turned(wide * sines), rest), dim=-1).to(values[0].dtype)
+
+
+def _turned(packed: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of each head that the angles turn, and the others, fp32."""
+    width = angles.size(-1)
+    return packed[..., :width].float(), packed[..., width:].float()
 
 
 def _angles(packed: torch.Tensor, freqs: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [tokens, 1, width] of packed sequences; positions begin at 0 in each."""
     _, kind, interleaved, bounds, cp_size, _ = others
     assert kind.name == "NVTE_THD" and not interleaved and cp_size == 1, f"not stood in for: {kind}, {cp_size} ranks"
-    assert bounds is not None and freqs.size(-1) == packed.size(-1) and int(bounds[-1]) <= packed.size(0)
-    tokens = torch.arange(packed.size(0))
-    first = bounds[torch.searchsorted(bounds.contiguous(), tokens, right=True).sub(1).clamp(max=len(bounds) - 2)]
-    angles = freqs[(tokens - first).clamp(max=freqs.size(0) - 1)][:, 0]
+    assert bounds is not None and freqs.size(-1) <= packed.size(-1) and int(bounds[-1]) <= packed.size(0)
+    angles = freqs[_positions(packed, bounds).clamp(max=freqs.size(0) - 1)][:, 0]
     return angles.cos(), angles.sin()
+
+
+def _positions(packed: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return each token's place in its sequence."""
+    tokens = torch.arange(packed.size(0))
+    return tokens - bounds[torch.searchsorted(bounds.contiguous(), tokens, right=True).sub(1).clamp(max=len(bounds) - 2)]
 
 
 def _half_turned(values: torch.Tensor) -> torch.Tensor:
@@ -621,7 +650,51 @@ def get_cublasLt_version() -> int:
     return 130100
 
 
+# ---- megatron-core's kernels of latent attention's rotary angles, with the arguments of its functions
+
+
+def fused_apply_mla_rope_for_q(
+    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, qk_head_dim: int, emb_dim: int, cu_seqlens_q: Any, *others: Any
+) -> torch.Tensor:
+    """Turn the last `emb_dim` numbers of each head of packed queries."""
+    return torch.cat((t[..., :qk_head_dim], _turned_pairs(t[..., qk_head_dim:], cos, sin, cu_seqlens_q)), dim=-1)
+
+
+def fused_apply_mla_rope_for_kv(
+    kv: torch.Tensor,
+    k_pos_emb: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Any,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed keys, with the turned numbers that all heads share, and values."""
+    keys, values = kv.split((k_dim, v_dim), dim=-1)
+    shared = _turned_pairs(k_pos_emb, cos, sin, cu_seqlens_kv).expand(-1, kv.size(1), -1)
+    return torch.cat((keys, shared), dim=-1), values
+
+
+def _turned_pairs(packed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of neighbors; the first ones of all pairs come first in the result."""
+    places = _positions(packed, bounds)
+    cosines, sines = cos[places][:, 0], sin[places][:, 0]
+    first, second = packed[..., 0::2].float(), packed[..., 1::2].float()
+    neighbors = torch.cat((first, second), dim=-1), torch.cat((-second, first), dim=-1)
+    return (neighbors[0] * cosines + neighbors[1] * sines).to(packed.dtype)
+
+
+def install_rotary_kernels() -> None:
+    """Replace Triton kernels, which take a GPU."""
+    fused = importlib.import_module("megatron.core.fusions.fused_mla_yarn_rope_apply")
+    for function in (fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv):
+        setattr(fused, function.__name__, function)
+
+
 def install() -> None:
     """Install the whole stand-in, before megatron-core is imported."""
     install_transformer_engine()
     install_cuda()
+    install_rotary_kernels()
