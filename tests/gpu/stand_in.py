@@ -443,35 +443,44 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
     return sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
 
-def _packed(query: Any, key: Any, value: Any, bounds: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of each sequence of [tokens, heads, head_dim]."""
-    parts, ends = [], bounds.tolist()
-    for first, end in zip(ends[:-1], ends[1:], strict=True):
-        q, k, v = (part[first:end].transpose(0, 1)[None].float() for part in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
-        parts.append(out[0].transpose(0, 1))
+def _packed(
+    query: Any, key: Any, value: Any, bounds: torch.Tensor, scale: float, window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention of each sequence of [tokens, heads, head_dim] to the `window` tokens before each (-1: all)."""
+    parts, repeats = [], query.size(1) // key.size(1)
+    for first, end in pairwise(bounds.tolist()):
+        q, k, v = (part[first:end].transpose(0, 1).float() for part in (query, key, value))
+        k, v = (part.repeat_interleave(repeats, dim=0) for part in (k, v))
+        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        unseen = (distance < 0) | (distance > (window if window >= 0 else end))
+        scores = (scale * q @ k.transpose(1, 2)).masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).float().expand(-1, end - first, 1)), dim=-1)
+        parts.append((scores.softmax(-1)[..., : end - first] @ v).transpose(0, 1))
     return torch.cat(parts).to(query.dtype)
 
 
 @compiled
 def fused_attn_fwd(*values: Any) -> list[Any]:
-    longest, scale, dropout, mask, bounds = values[0], values[3], values[4], values[10], values[14]
+    longest, scale, dropout, mask, window, bounds, sinks = (values[index] for index in (0, 3, 4, 10, 12, 14, 27))
     query, key, value = values[16:19]
     assert dropout == 0.0 and mask.name == "NVTE_PADDING_CAUSAL_MASK", f"not stood in for: dropout {dropout}, {mask}"
     assert longest >= int((bounds[1:] - bounds[:-1]).max()) and bounds.dtype == torch.int32
     assert query.dim() == 3 and int(bounds[-1]) == query.size(0), "tokens beyond the last sequence"
-    out = _packed(query, key, value, bounds, scale)
-    return [out, torch.zeros(query.size(0), query.size(1), 1), torch.zeros(2, dtype=torch.int64)]
+    out = _packed(query, key, value, bounds, scale, window[0], sinks)
+    kept = [torch.zeros(query.size(0), query.size(1), 1), torch.zeros(2, dtype=torch.int64)]
+    return [out, *kept, *(() if sinks is None else (sinks,))]
 
 
 @compiled
 def fused_attn_bwd(*values: Any) -> list[Any]:
-    scale, bounds = values[2], values[17]
+    scale, window, bounds, kept = values[2], values[14], values[17], values[25]
     query, key, value, upstream = values[19], values[20], values[21], values[23]
-    inputs = [part.detach().requires_grad_() for part in (query, key, value)]
+    inputs = [part.detach().requires_grad_() for part in (query, key, value, *kept[2:])]
     with torch.enable_grad():
-        out = _packed(*inputs, bounds, scale)
-    return [*torch.autograd.grad(out, inputs, upstream.view(out.shape)), None, None]
+        out = _packed(*inputs[:3], bounds, scale, window[0], inputs[3] if len(inputs) > 3 else None)
+    to_query, to_key, to_value, *to_sinks = torch.autograd.grad(out, inputs, upstream.view(out.shape))
+    return [to_query, to_key, to_value, None, to_sinks[0] if to_sinks else None]
 
 
 @compiled

@@ -138,22 +138,26 @@ def test_adapters_next_to_transformer_engines_layers_against_fp64(tmp_path, name
 
 
 @pytest.mark.usefixtures("transformer_engine")
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(references, monkeypatch, name) -> None:
-    from actor_checks import TEMPERATURE, Reference, ragged_batch
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", *FAMILIES])
+def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(tmp_path, monkeypatch, name) -> None:
+    from actor_checks import TEMPERATURE, Reference, ragged_batch, write_reference
 
     from megatron_dapo.megatron.actor import ActorSettings
     from megatron_dapo.megatron.model_config import ModelSettings
     from megatron_dapo.parallel.layout import ParallelLayout
 
-    want, layout = Reference.read(references, name), ParallelLayout(1)
+    write_reference(tmp_path, name)
+    want, layout = Reference.read(str(tmp_path), name), ParallelLayout(1)
     settings = ActorSettings(model=ModelSettings(dtype="bfloat16"))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     theirs = build(want, layout, settings).forward_logprobs(micro_batches, TEMPERATURE)
     without_transformer_engine(monkeypatch)
     ours = build(want, layout, settings).forward_logprobs(micro_batches, TEMPERATURE)
-    gaps = [(one.logprobs - other.logprobs).abs() for one, other in zip(theirs, ours, strict=True)]
-    assert max(float(gap.max()) for gap in gaps) < 0.1 and float(torch.cat(gaps).mean()) < 0.01
+    gaps = torch.cat([(one.logprobs - other.logprobs).abs() for one, other in zip(theirs, ours, strict=True)])
+    if want.architecture.experts:  # a router chooses other experts for some tokens
+        assert float(gaps.median()) < 0.01, gaps
+    else:
+        assert float(gaps.max()) < 0.1 and float(gaps.mean()) < 0.01, gaps
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
