@@ -270,7 +270,7 @@ def wide_settings(precision: Any, family: str = "dense", **fields: Any) -> tuple
     return model, layout, settings_of(precision, "bfloat16", **fields)
 
 
-@pytest.mark.parametrize("family", ["dense", "experts"])
+@pytest.mark.parametrize("family", ["dense", "experts", "gemma3", "delta", "latent"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_current", "fp8_delayed"])
 def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name, family) -> None:
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
