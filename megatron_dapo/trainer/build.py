@@ -71,7 +71,7 @@ def build_learner(
     # The reference is the initial policy, with its own routing. It never trains, so it gets no optimizer state.
     reference: MegatronActor | PolicyBeforeAdapters | None = None
     if algorithm.needs_reference and actor is not None:
-        reference = PolicyBeforeAdapters(actor) if config.lends_base else _load_frozen(config, topology, config.model.path)
+        reference = PolicyBeforeAdapters(actor) if config.lends_base else _load_frozen(config, topology)
     local: dict[str, TrainedModel] = {}
     if actor is not None:
         local[POLICY] = actor
@@ -127,18 +127,16 @@ def mark_micro_batches(model: TrainedModel, progress: Progress) -> None:
 def _load_frozen(
     config: Config,
     topology: RunTopology,
-    path: Path,
+    path: Path | None = None,
     offload: str | None = None,
     running_models: Sequence[TrainedModel] = (),
 ) -> MegatronActor:
-    """Return a model on the policy's layout that is not trained. `offload`: model.offload if None.
-
-    model.path is the policy as it starts, so with the adapters of model.lora.path.
-    """
+    """Return a model on the policy's layout that is not trained. `path`: the policy as it starts if None, with the adapters of
+    model.lora.path. `offload`: model.offload if None."""
     settings = _actor_settings(config, topology)
-    lora = config.model.lora if path == config.model.path and config.model.lora.path else LoraConfig()
+    lora = config.model.lora if path is None and config.model.lora.path else LoraConfig()
     settings = replace(settings, is_frozen=True, lora=lora, offload=settings.offload if offload is None else offload)
-    return _load_actor(config, topology, path, settings, running_models)
+    return _load_actor(config, topology, path or config.model.path, settings, running_models)
 
 
 def _load_teachers(
@@ -147,12 +145,12 @@ def _load_teachers(
     """Return the teachers that are models, by name."""
     teachers: dict[str, MegatronActor] = {}
     for teacher in config.distillation.models:
-        path = Path(teacher.path) if teacher.path else config.model.path
+        path = Path(teacher.path) if teacher.path else None
         for model in (*others, *teachers.values()):
             model.offload()  # makes room for the next, which is built on the device
         running = [*others, *teachers.values()]
         teachers[teacher.name] = _load_frozen(config, topology, path, config.distillation.offload, running)
-        logger.info("teacher %s: %s", teacher.name, path)
+        logger.info("teacher %s: %s", teacher.name, path or config.model.path)
     return teachers
 
 
