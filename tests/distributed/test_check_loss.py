@@ -34,6 +34,7 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     }
 
 
+@pytest.mark.long  # unit tests have tied heads, and the loader of directories
 def test_a_tied_model_from_a_directory(tmp_path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -209,7 +209,7 @@ def test_a_server_teaches_by_token(tmp_path: Path) -> None:
             for name, server, prompt in (("own", own, ""), ("wide", wide, TOLD))
         )
         overrides = (f"distillation.teachers=[{teachers}]", "run.total_steps=1", "telemetry.dump_batches=1", *STEADY)
-        outcome = train(recipe, tmp_path / "run", "dp2", *overrides)
+        outcome = train(recipe, tmp_path / "run", "tp1", *overrides)
         own.shutdown()
         wide.shutdown()
     assert outcome.code == 0, outcome.text

@@ -16,12 +16,21 @@ from megatron_dapo.checkpoints.formats.huggingface import HFCheckpoint
 from megatron_dapo.cli.main import app
 from megatron_dapo.cli.options import REFUSED
 from megatron_dapo.cli.quantize import OUT_OF_TOLERANCE
+from tests.examples import first
 
 needs_modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None,
     reason="nvidia-modelopt is not installed: make .venv-modelopt, then PYTHONPATH=.venv-modelopt",
 )
 FEW = ["--num-calibration", "6", "--num-check", "4", "--response-tokens", "16"]
+QUANTIZED = [  # each format and each model first
+    ("source", "fp8"),
+    ("expert_source", "int4_awq"),
+    ("expert_source", "fp8_blockwise"),
+    ("expert_source", "fp8"),
+    ("source", "int4_awq"),
+    ("source", "fp8_blockwise"),
+]
 
 
 SHAPE = {
@@ -77,8 +86,7 @@ def run_tool(source: Path, target: Path, name: str, prompts: str, *more: str) ->
 
 
 @needs_modelopt
-@pytest.mark.parametrize("model", ["source", "expert_source"])
-@pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
+@pytest.mark.parametrize(("model", "name"), first(3, QUANTIZED))
 def test_a_model_is_quantized_and_accepted(request, model, tmp_path, prompts, name, capsys) -> None:
     source = request.getfixturevalue(model)
     assert run_tool(source, tmp_path / name, name, prompts, *FEW, "--json") == 0

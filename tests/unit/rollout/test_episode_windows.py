@@ -46,7 +46,7 @@ def played_of(group_id: str, index: int, prompt: Prompt, turns, limits) -> world
     return world.play(world.replace(request, task=prompt.task), turns, limits)
 
 
-@pytest.mark.parametrize("num_places", [100, 2], ids=["all-held", "few-places"])
+@pytest.mark.parametrize("num_places", [2, pytest.param(100, marks=pytest.mark.long)], ids=["few-places", "all-held"])
 def test_windows_of_an_episode_are_the_conversation_played_straight(num_places: int) -> None:
     """With losses, an engine that gives up, weight updates in the middle, and processes that resume from a checkpoint."""
     ends: Counter[str] = Counter()

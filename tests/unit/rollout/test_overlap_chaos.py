@@ -130,12 +130,11 @@ class _Killed(Exception):
 CASES = [
     (order, staleness, part_size, ahead)
     for part_size, ahead in ((2, 0.0), (1, 0.5), (0, 0.0))
-    for order in ("guarded", "start")
-    for staleness in (1, 2)
+    for order, staleness in (("guarded", 2), ("start", 1), ("guarded", 1), ("start", 2))
 ]
 
 
-@pytest.mark.parametrize(("order", "max_staleness", "part_size", "ahead"), first(4, CASES))
+@pytest.mark.parametrize(("order", "max_staleness", "part_size", "ahead"), first(2, CASES))
 def test_each_prompt_is_trained_once_through_failures_kills_and_updates(
     make_world: Callable, order: str, max_staleness: int, part_size: int, ahead: float
 ) -> None:

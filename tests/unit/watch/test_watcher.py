@@ -179,10 +179,10 @@ def test_an_error_is_named_with_its_traceback_and_is_not_worth_a_restart(tmp_pat
 
 
 def test_a_hang_of_ranks_that_spin_is_seen_by_their_collectives(tmp_path: Path) -> None:
-    """Real gloo. Ranks 0 and 2 wait in their sixth all-reduce and rank 1 never enters it: all are as busy as ranks are in NCCL."""
-    with running(tmp_path / "run", ["spin:6", "spin:5", "spin:6"], limits={"stalled_s": 2.0}) as run:
+    """Real gloo. Rank 0 waits in its sixth all-reduce and rank 1 never enters it: both are as busy as ranks are in NCCL."""
+    with running(tmp_path / "run", ["spin:6", "spin:5"], limits={"stalled_s": 2.0}) as run:
         end = time.monotonic() + 120  # torch is imported first
-        while len(list(run.directory.glob("met_*"))) < 3:
+        while len(list(run.directory.glob("met_*"))) < 2:
             assert time.monotonic() < end
             time.sleep(0.05)
         run.began = time.time()
