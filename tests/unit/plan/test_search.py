@@ -49,7 +49,7 @@ def timed(algorithm: str, model: str, gpus: int, host_gib: float = 2000.0, gpu: 
 ALL = [
     (algorithm, model, gpus) for algorithm in ("dapo", "vapo", "tppo") for model in MODELS for gpus in (8, 128, 16384)
 ]
-QUICK = [*(("dapo", model, 128) for model in MODELS), ("tppo", "7B", 16384), ("vapo", "32B", 8)]
+QUICK = [*(("dapo", model, 128) for model in MODELS if model != "235B-A22B"), ("tppo", "7B", 16384), ("vapo", "32B", 8)]
 
 
 @pytest.mark.parametrize(
