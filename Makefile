@@ -10,7 +10,7 @@
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make ablate GRID=examples/grids/dapo_table1.toml [ARGS="--jobs 2 --seconds 3000"]   variants x seeds (docs/ablations.md)
 # make smollm2-gpu [ENGINE_PYTHON=...] [ARGS="--seconds 3000"]   SmolLM2 on one GPU: DAPO, GRPO, VAPO, T-PPO and TRL, three seeds
-# make test [JOBS=3]                                           the test suite without TRL, virtual clusters and tests marked long
+# make test [JOBS=2]                                           the test suite without TRL, virtual clusters and tests marked long
 # make environments test-unit test-processes test-megatron test-extra   its parts: what it installs, and the tests
 # make test-families                                           what every model family passes (docs/new_family.md)
 # make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
@@ -199,9 +199,9 @@ EMPTY :=
 test-extra: .venv $(EXTRA:%=.venv-%) docs
 	$(call pytest,$@,$(BESIDE) -m "not long" $(EXTRA_TESTS),PYTHONPATH=$(subst $(EMPTY) ,:,$(EXTRA:%=.venv-%)))
 
-# The longest parts first, three at a time: each waits for processes and deadlines a good part of its time. The output of a part
+# The longest parts first, two at a time: each waits for processes and deadlines a good part of its time. The output of a part
 # comes when it ends, and what fails leaves the others run.
-JOBS ?= 3
+JOBS ?= 2
 test: .venv
 	@echo "parts run $(JOBS) at a time; each prints its output when it ends"
 	@$(MAKE) --no-print-directory --keep-going --jobs $(JOBS) --output-sync=target test-processes test-unit test-megatron test-extra

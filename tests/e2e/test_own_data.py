@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
 from whole_runs import ROOT, lines_of, run_command
 
 REWARD = """
