@@ -257,7 +257,7 @@ def test_a_fault_that_comes_back_when_the_sync_is_repeated(monkeypatch) -> None:
         ("send", 2, 1, fail, "trainer rank 2: RuntimeError: a made-up failure"),  # a sender
         ("receive", 5, 3, fail, "made-up failure"),  # an engine rank
         ("send", 1, 2, corrupt, "differ from the trainer's"),
-        ("send", 3, 1, lambda group: group.close(), "from member"),
+        ("send", 3, 1, lambda group: group.close(), "member"),
         ("receive", 4, 2, lambda group: group.close(), "member"),
     ],
 )
