@@ -199,8 +199,9 @@ EMPTY :=
 test-extra: .venv $(EXTRA:%=.venv-%) docs
 	$(call pytest,$@,$(BESIDE) -m "not long" $(EXTRA_TESTS),PYTHONPATH=$(subst $(EMPTY) ,:,$(EXTRA:%=.venv-%)))
 
-# The longest parts first, two at a time: each waits for processes and deadlines a good part of its time. The output of a part
-# comes when it ends, and what fails leaves the others run.
+# The longest parts first, two at a time: each waits for processes and deadlines a good part of its time. Three keep both cores
+# busy throughout, but are no faster and starve whole runs. The output of a part comes when it ends, and what fails leaves the
+# others run.
 JOBS ?= 2
 test: .venv
 	@echo "parts run $(JOBS) at a time; each prints its output when it ends"
