@@ -34,7 +34,7 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     }
 
 
-@pytest.mark.long  # unit tests have tied heads, and the loader of directories
+@pytest.mark.long  # Layouts in test_actor_parity.py have tied heads, too.
 def test_a_tied_model_from_a_directory(tmp_path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

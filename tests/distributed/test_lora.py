@@ -13,6 +13,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "targets": "some", "layout": {"tensor": 4}},  # a rank without a row of q_proj or v_proj
     {"model": "qwen2-tied", "targets": "all", "layout": {**SEQUENCE, "pipeline": 2}, "recompute": "full"},
     {"model": "gemma3", "targets": "some", "layout": {**SEQUENCE, "context": 2}},
+    {"model": "qwen2-tied", "targets": "some", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "distributed": False},
     {"model": "qwen3-moe-mixed", "targets": "all", "layout": {**SEQUENCE, "expert": 2, "expert_tensor": 1}},
     {"model": "qwen3-moe", "targets": "all", "layout": {**SEQUENCE, "expert": 2}, "megatron": GROUPED},
     {"model": "deepseek", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},  # latent attention, a shared expert
@@ -20,7 +21,6 @@ CASES: list[dict[str, Any]] = [
 ]
 MORE: list[dict[str, Any]] = [
     {"model": "qwen3", "targets": "all", "layout": {"tensor": 2}},
-    {"model": "qwen2-tied", "targets": "some", "layout": {"pipeline": 2, "virtual_pipeline": 2}, "distributed": False},
     {"model": "qwen3-moe", "targets": "all", "layout": {"expert": 2}},
     {"model": "qwen3-moe", "targets": "some", "layout": {**SEQUENCE, "pipeline": 2}},
     {"model": "qwen3-moe", "targets": "all", "layout": {**SEQUENCE, "expert": 2}},

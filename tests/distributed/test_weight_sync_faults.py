@@ -446,7 +446,7 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 @pytest.mark.timeout(1200)  # a thousand take three minutes on two idle cores; a hang meets the limit of its update
 @pytest.mark.parametrize(
     ("num_faults", "full_interval"),
-    [(100, 3), *(pytest.param(1000, interval, marks=pytest.mark.long) for interval in (1, 3))],  # updates of both kinds, or all full
+    [(100, 3), *(pytest.param(1000, interval, marks=pytest.mark.long) for interval in (1, 3))],
 )
 def test_faults_of_every_kind(num_faults: int, full_interval: int, tmp_path: Path) -> None:
     trials = [Trial(number, tmp_path, full_interval) for number in range(NUM_WORLDS)]

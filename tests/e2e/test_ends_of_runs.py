@@ -33,7 +33,6 @@ def collector_state(directory: Path) -> dict:
     return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())
 
 
-@pytest.mark.long  # tests/unit/rollout/test_collector.py has the groups
 def test_the_last_groups_are_trained_where_partial_batches_are_allowed(recipe: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     outcome = exhausted("train_partial", recipe, directory)

@@ -198,7 +198,7 @@ def test_vapo_trains_episodes(tmp_path: Path) -> None:
     assert row["episodes/observed_tokens_mean"] > 0
 
 
-@pytest.mark.long  # windows of the game above and forks of it below are trained and resumed
+@pytest.mark.long  # Tests next to it train windows and forks of the same game and resume them.
 @pytest.mark.parametrize("resumed_by", ["environment", "agent"])
 def test_episodes_are_trained_and_a_resumed_run_is_the_same(resumed_by: str, tmp_path: Path) -> None:
     """Episodes that a checkpoint holds unfinished are played again by the process that resumes, without a new token.

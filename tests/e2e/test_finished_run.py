@@ -106,7 +106,7 @@ def test_export_is_the_last_checkpoint_and_plain_transformers_loads_it(finished:
     assert base.state_dict().keys() == state.keys()
 
 
-@pytest.mark.long  # tests/unit/cli/test_export.py has the command
+@pytest.mark.long  # The command is in tests/unit/cli/test_checkpoint.py.
 def test_a_checkpoint_exports_to_what_the_run_exported_at_that_step(finished: Finished, tmp_path: Path) -> None:
     checkpoint = finished.directory / "checkpoints" / f"step_{NUM_STEPS:06d}"
     run_command("export", checkpoint, tmp_path / "out")

@@ -42,7 +42,7 @@ total_steps = 2
 """
 
 
-@pytest.mark.long  # test_python.py trains on rows and a reward of its own
+@pytest.mark.long  # The script in test_python.py trains on its rows with its reward.
 def test_ten_lines_train_on_own_data_with_an_own_reward(tmp_path: Path) -> None:
     rows = lines_of(ROOT / "examples" / "quickstart" / "train.jsonl")[:32]
     with (tmp_path / "own.csv").open("w", newline="") as file:

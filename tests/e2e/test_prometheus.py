@@ -28,7 +28,7 @@ def scraped(port: int) -> dict[str, float] | None:
         return None
 
 
-@pytest.mark.long  # unit tests scrape the endpoint
+@pytest.mark.long  # The endpoint is in tests/unit/telemetry/test_prometheus.py.
 def test_a_run_is_scraped_while_it_trains(recipe: Path, tmp_path: Path) -> None:
     port = free_port()
     settings = ResumeProofSettings(recipe, "tp1", tmp_path, TWO_STEPS, run_timeout_s=RUN_TIMEOUT_S)

@@ -132,7 +132,7 @@ def mistral(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.long  # unit tests have each kind of hook
+@pytest.mark.long  # Each kind of hook is in tests/unit/test_hooks.py.
 def test_hooks_of_every_kind_work_together_and_a_failing_one_names_itself(tmp_path: Path, mistral: Path) -> None:
     script = tmp_path / "hooked.py"
     directory = tmp_path / "run"

@@ -63,7 +63,7 @@ def test_it_learns_is_evaluated_and_exported(tuned: Path) -> None:
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
-@pytest.mark.long  # its checkpoints are those of any run
+@pytest.mark.long  # Fine-tuning writes the checkpoints that test_interrupted_runs.py resumes.
 def test_resumed_it_is_the_same_run(recipe: Path, tuned: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (directory / "checkpoints").mkdir(parents=True)

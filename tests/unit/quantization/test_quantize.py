@@ -23,7 +23,8 @@ needs_modelopt = pytest.mark.skipif(
     reason="nvidia-modelopt is not installed: make .venv-modelopt, then PYTHONPATH=.venv-modelopt",
 )
 FEW = ["--num-calibration", "6", "--num-check", "4", "--response-tokens", "16"]
-QUANTIZED = [  # each format and each model first
+# The first three have each format and both models.
+QUANTIZED = [
     ("source", "fp8"),
     ("expert_source", "int4_awq"),
     ("expert_source", "fp8_blockwise"),
